@@ -1,0 +1,1 @@
+"""Reading foreign files: Hugging Face folders, GGUF, tokenizers, drafter heads."""

@@ -1,0 +1,71 @@
+"""Filling params from named tensors: every parameter filled, every tensor used, or one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jspec.models.decoder import DecoderConfig, Params, abstract_params, is_norm
+from jspec.models.registry import Transform
+
+SHOWN = 6  # names in a message
+
+
+def fill(
+    config: DecoderConfig,
+    weights: Iterable[tuple[str, str, Transform]],
+    names: Iterable[str],
+    read: Callable[[str], np.ndarray],
+    dtype: DTypeLike,
+    source: str,
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> Params:
+    """The params of ``config`` from the tensors ``names``, each fetched by ``read(name)``.
+
+    ``weights`` lists (path in params, tensor name, transform); a fused tensor may feed several paths. Norms
+    are kept in float32, everything else is cast to ``dtype``.
+
+    Raises:
+        ValueError: missing tensors, left-over tensors (unless ``ignored``), wrong shapes or types: one
+            message that begins with ``source`` and names them.
+    """
+    weights, names = list(weights), set(names)
+    wanted = {name for _, name, _ in weights}
+    _report(source, "missing tensors", sorted(wanted - names))
+    _report(source, "unknown tensors", [name for name in sorted(names - wanted) if not ignored(name)])
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params(config))
+    places = {dotted(path): (path, leaf) for path, leaf in leaves}
+    filled: dict[str, jax.Array] = {}
+    problems, last = [], ("", np.empty(0))
+    for place, name, transform in sorted(weights, key=lambda row: row[1]):
+        if name != last[0]:
+            last = name, read(name)
+        raw = last[1]
+        path, leaf = places[place]
+        if not jnp.issubdtype(raw.dtype, jnp.floating) or raw.dtype.itemsize < 2:
+            problems.append(f"{name} is of type {raw.dtype}")
+            continue
+        array = transform(raw)
+        if array.shape != leaf.shape:
+            problems.append(f"{name} of shape {raw.shape} does not make a {place} of shape {leaf.shape}")
+            continue
+        filled[place] = jnp.asarray(np.ascontiguousarray(array), jnp.float32 if is_norm(path) else dtype)
+    _report(source, "wrong tensors", problems)
+    return jax.tree_util.tree_unflatten(structure, [filled[dotted(path)] for path, _ in leaves])
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """``layers.0.mlp.up.kernel`` for a jax key path."""
+    return ".".join(str(entry.key) for entry in path)
+
+
+def _report(source: str, what: str, problems: list[str]) -> None:
+    if problems:
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise ValueError(f"{source}: {what}: {', '.join(problems[:SHOWN])}{more}")

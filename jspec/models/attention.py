@@ -1,0 +1,78 @@
+"""Attention of a block against the cache and against uncommitted rows."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+MASKED = -1e30  # finite: a row that sees nothing (padding) gives numbers nobody reads, not NaN
+
+
+def see_cache(
+    capacity: int, lengths: Int[Array, " B"], positions: Int[Array, "B N"], window: int | None
+) -> Bool[Array, "B 1_or_N S"]:
+    """Which slots each row of a block sees: the committed ones, within ``window`` positions of itself.
+
+    Slot s holds position s. With length 4, capacity 6 and window 3, rows at positions 4 and 5 see::
+
+        0 0 1 1 . .
+        0 0 0 1 . .
+    """
+    slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]
+    seen = slots < lengths[:, None, None]
+    return seen if window is None else seen & (slots > positions[:, :, None] - window)
+
+
+def see_rows(
+    mask: Bool[Array, "B N M"],
+    positions: Int[Array, "B N"],
+    row_positions: Int[Array, "B M"],
+    window: int | None,
+) -> Bool[Array, "B N M"]:
+    """``mask`` less the rows that lie ``window`` or more positions behind."""
+    return mask if window is None else mask & (row_positions[:, None] > positions[:, :, None] - window)
+
+
+def attend(
+    queries: Float[Array, "B N H h"],
+    cached: tuple[Float[Array, "B K S h"], Float[Array, "B K S h"]],
+    rows: tuple[Float[Array, "B M K h"], Float[Array, "B M K h"]],
+    cache_seen: Bool[Array, "B 1_or_N S"],
+    rows_seen: Bool[Array, "B N M"],
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B N H*h"]:
+    """Softmax attention over cache and rows together, without ever joining the two.
+
+    One softmax over two score arrays s and t: with m = max(s, t)::
+
+        out = (exp(s - m) @ cached_values + exp(t - m) @ row_values) / (sum exp(s - m) + sum exp(t - m))
+
+    Scores, softmax and sums are float32. Query head i reads key-value head ``i // (H // K)``.
+    """
+    batch, width, heads, size = queries.shape
+    kv_heads = cached[0].shape[1]
+    groups = heads // kv_heads
+    # [B, K, G*N, h]: one matrix product a key-value head, whose keys are read once for all G query heads.
+    queries = queries.reshape(batch, width, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
+    queries = queries.reshape(batch, kv_heads, groups * width, size)
+
+    def scores(equation: str, keys: Array, seen: Bool[Array, "B 1_or_N T"]) -> Float[Array, "B K G*N T"]:
+        logits = jnp.einsum(equation, queries, keys, preferred_element_type=jnp.float32) * scale
+        if softcap is not None:
+            logits = jnp.tanh(logits / softcap) * softcap
+        shape = logits.shape
+        logits = logits.reshape(batch, kv_heads, groups, width, -1)
+        return jnp.where(seen[:, None, None], logits, MASKED).reshape(shape)
+
+    s = scores("bkqh,bksh->bkqs", cached[0], cache_seen)
+    t = scores("bkqh,bmkh->bkqm", rows[0], rows_seen)
+    # `initial`, because a cache may have no slots at all (a forward over whole sequences, in training).
+    top = jnp.maximum(s.max(-1, keepdims=True, initial=MASKED), t.max(-1, keepdims=True))
+    s, t = jnp.exp(s - top), jnp.exp(t - top)
+    total = s.sum(-1, keepdims=True) + t.sum(-1, keepdims=True)
+    dtype = cached[1].dtype
+    out = jnp.einsum("bkqs,bksh->bkqh", s.astype(dtype), cached[1], preferred_element_type=jnp.float32)
+    out += jnp.einsum("bkqm,bmkh->bkqh", t.astype(dtype), rows[1], preferred_element_type=jnp.float32)
+    out = (out / total).astype(dtype).reshape(batch, kv_heads, groups, width, size)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads * size)

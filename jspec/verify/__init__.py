@@ -1,0 +1,63 @@
+"""Acceptance rules: from the target's logits and a draft to the tokens of a round.
+
+================== ========= ============================== =============================
+rule               draft     exactness                      coins
+================== ========= ============================== =============================
+`token`            chain     lossless in law                one a drafted token
+`block`            chain     lossless in law                one a drafted token
+`tree`             any       lossless in law                one a visited sibling
+`with_replacement` iid       lossless in law                one a visited sibling
+`kseq`             iid       lossless in law                one a visited sibling
+`target_only`      any       lossless in law                none; one draw a level
+`lenience`         any       lossy                          one a visited sibling
+`typical`          any       lossy (exact at temperature 0) none
+`top_beta`         any       lossy (exact at temperature 0) none
+`rollback`         any       lossy (exact at temperature 0) none
+`synthetic`        any       lossy                          one a level
+================== ========= ============================== =============================
+
+A factory returns a `jspec.types.Verifier`. Greedy decoding is temperature 0 of every rule: the law is
+one-hot, so a token is accepted if and only if it is the target's argmax.
+"""
+
+from jspec.types import Method, Verifier
+from jspec.verify.block import block
+from jspec.verify.lossy import lenience, rollback, synthetic, top_beta, typical
+from jspec.verify.token import token
+from jspec.verify.tree import kseq, target_only, tree, with_replacement
+
+__all__ = [
+    "block",
+    "default",
+    "kseq",
+    "lenience",
+    "rollback",
+    "synthetic",
+    "target_only",
+    "token",
+    "top_beta",
+    "tree",
+    "typical",
+    "with_replacement",
+]
+
+_DRAWN = {False: block, True: tree}
+
+
+def default(method: Method, tree: bool) -> Verifier:
+    """The lossless rule that accepts most of what ``method`` drafts.
+
+    Args:
+        method: the drafting method, for how its children are drawn.
+        tree: whether its drafts may be anything but chains.
+
+    Returns:
+        `target_only` for chosen children, else `block` for chains and `tree` for trees.
+
+    Example:
+        >>> from jspec.types import Method
+        >>> model = Method(None, None, None, width=6, depth=5, draws="iid")
+        >>> default(model, tree=False).name, default(model._replace(width=24), tree=True).name
+        ('block', 'tree')
+    """
+    return target_only() if method.draws == "chosen" else _DRAWN[tree]()

@@ -1,0 +1,23 @@
+"""Drafting methods: one factory a method, all returning `jspec.types.Drafter`."""
+
+from jspec.drafters.autoregressive import confidence, entropy_bound
+from jspec.drafters.jacobi import jacobi, lookahead
+from jspec.drafters.length import heuristic
+from jspec.drafters.model import model
+from jspec.drafters.plain import plain
+from jspec.drafters.recycling import token_recycling
+from jspec.drafters.self import early_exit
+from jspec.drafters.suffix import suffix
+
+__all__ = [
+    "confidence",
+    "early_exit",
+    "entropy_bound",
+    "heuristic",
+    "jacobi",
+    "lookahead",
+    "model",
+    "plain",
+    "suffix",
+    "token_recycling",
+]

@@ -105,7 +105,7 @@ def _empty(
         keys=keys,
         history=sampler.init(prompt.tokens, prompt.lengths),
         cache=target.start(params, prompt, capacity),
-        drafter_state=drafter.method.init(drafter.params, prompt, capacity),
+        drafter_state=drafter.method.init(drafter.params, prompt, capacity, target),
     )
     if record is None:
         return state

@@ -8,6 +8,7 @@ A temperature below `GREEDY` is temperature 0: all mass on the argmax, the lowes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -110,12 +111,19 @@ class Counts(NamedTuple):
     output: Int[Array, "B V"]
 
 
-def _counts_init(vocab_size: int, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Counts:
-    batch, width = tokens.shape
-    # Padding is sent to a column that does not exist, so that it is dropped.
-    columns = jnp.where(jnp.arange(width)[None] < lengths[:, None], tokens, vocab_size)
-    seen = jnp.zeros((batch, vocab_size), bool).at[jnp.arange(batch)[:, None], columns].set(True, mode="drop")
-    return Counts(seen, jnp.zeros((batch, vocab_size), jnp.int32))
+@functools.cache
+def _counts_init(vocab_size: int) -> Callable[[Int[Array, "B T"], Int[Array, " B"]], Counts]:
+    # Cached, so that the sampler of equal settings is an equal jit argument; a number bound with `Partial`
+    # would be a leaf, hence a tracer, where a shape is needed.
+    def init(tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Counts:
+        batch, width = tokens.shape
+        # Padding is sent to a column that does not exist, so that it is dropped.
+        columns = jnp.where(jnp.arange(width)[None] < lengths[:, None], tokens, vocab_size)
+        seen = jnp.zeros((batch, vocab_size), bool)
+        seen = seen.at[jnp.arange(batch)[:, None], columns].set(True, mode="drop")
+        return Counts(seen, jnp.zeros((batch, vocab_size), jnp.int32))
+
+    return init
 
 
 def _counts_push(history: Counts, token: Int[Array, " B"]) -> Counts:
@@ -144,7 +152,7 @@ def penalties(
 ) -> Processor:
     """Repetition (prompt and output, divides positive and multiplies negative logits), presence and
     frequency (output only, subtracted) penalties, as in vLLM; 1, 0 and 0 change nothing."""
-    count = Partial(_counts_init, vocab_size)
+    count = Partial(_counts_init(vocab_size))
     return Processor(count, Partial(_counts_push), Partial(_penalize, repetition, presence, frequency))
 
 

@@ -57,7 +57,13 @@ def grow(accuracies: np.ndarray, num_nodes: int) -> Template:
     >>> grow(np.array([[0.6, 0.3], [0.5, 0.1]]), 4).parents
     (-1, 0, 0, 1)
     """
-    frontier = {(r,): accuracies[0, r] for r in range(accuracies.shape[1])}
+    depth, branching = accuracies.shape
+    most = 1 + sum(branching**d for d in range(1, depth + 1))
+    if num_nodes > most:
+        raise ValueError(
+            f"num_nodes: expected at most {most} for accuracies [{depth}, {branching}], got {num_nodes}"
+        )
+    frontier: dict[tuple[int, ...], float] = {(r,): accuracies[0, r] for r in range(accuracies.shape[1])}
     chosen: list[tuple[int, ...]] = []
     while len(chosen) < num_nodes - 1:
         path = max(frontier, key=lambda path: (frontier[path], -len(path), path))

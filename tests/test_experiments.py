@@ -1,0 +1,330 @@
+"""The speed table: configuration, prompts, the report, and a whole run on a toy model."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+import rich.console
+import typer.testing
+
+from experiments import __main__ as command
+from experiments import config, cost, prompts, report, table
+from jspec import drafters, engine, testing, verify
+from jspec.text import Model
+
+CYCLE = [[0, 1, 0], [0, 0, 1], [1, 0, 0]]  # 0 -> 1 -> 2 -> 0
+
+
+# --- configuration ----------------------------------------------------------------------------------
+
+GOOD = """
+target: smollm2-135m
+prompts: {file: demo.jsonl}
+drafters:
+  - {name: plain, drafter: none}
+  - {name: suffix, drafter: suffix, arguments: {num_tokens: 5}, widths: [1, 3]}
+"""
+
+
+def write(tmp_path, text, name="x.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_defaults(tmp_path):
+    loaded = config.load(write(tmp_path, GOOD))
+    assert (loaded.dtype, loaded.max_new_tokens, loaded.temperatures, loaded.repeats) == (
+        "float32",
+        128,
+        (0.0,),
+        3,
+    )
+    assert loaded.curve == (1, 2, 4, 5, 8, 16, 24)
+    assert loaded.drafters[1].widths == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "repeat: 3\n", "repeat: unknown key"),
+        (GOOD.replace("widths:", "width:"), r"drafters\.1\.width: unknown key"),
+        (GOOD.replace("drafter: suffix", "drafter: sufix"), r"drafters\.1\.drafter: .*'suffix'.*got 'sufix'"),
+        (GOOD.replace("name: suffix", "name: plain"), "drafters: two rows have the same name"),
+        (
+            GOOD.replace("drafter: none", "drafter: none, arguments: {a: 1}"),
+            r"takes no arguments, got \['a'\]",
+        ),
+        (GOOD + "max_new_tokens: 0\n", "max_new_tokens: .*got 0"),
+        (GOOD + "temperatures: [-1.0]\n", r"temperatures\.0: .*got -1"),
+        (GOOD + "dtype: int4\n", "dtype: .*got 'int4'"),
+        (GOOD.replace("target: smollm2-135m", ""), "target: Field required"),
+        ("- a\n- b\n", "expected keys and values, got list"),
+        ("a: [", "not a YAML file"),
+    ],
+)
+def test_a_bad_configuration_is_one_clear_line(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        config.load(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["demo_smollm2", "specbench12"])
+def test_the_project_s_own_configurations(name):
+    loaded = config.load(prompts.HERE.parent.parent / "configs" / f"{name}.yaml")
+    assert loaded.drafters[0].drafter == "none"
+    config_of_target = types.SimpleNamespace(num_layers=30, vocab_size=100)
+    lm = types.SimpleNamespace(config=config_of_target)
+    model = types.SimpleNamespace(lm=lm, params=None, vocab_size=100)
+    for row in loaded.drafters:
+        if row.drafter != "auto":
+            table.build(row, model)
+    if name == "demo_smollm2":
+        assert prompts.read(prompts.find(loaded.prompts.file), loaded.prompts.ids)
+    else:
+        assert loaded.prompts.ids == (81, 82, 121, 122, 161, 162, 243, 321, 322, 401, 402, 481)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arguments": {"num_token": 5}}, "drafters: 'row': .*num_token"),
+        ({"arguments": {"num_tokens": 0}}, "drafters: 'row': num_tokens"),
+        ({"verify": "tokens"}, "drafters: 'row': verify: expected one of block, .*got 'tokens'"),
+        ({"verify": "kseq"}, "drafters: 'row': verify"),
+        ({"widths": [1, 99]}, "drafters: 'row': widths"),
+        ({"drafter": "model"}, "drafters: 'row': the argument 'draft_model' is missing"),
+    ],
+)
+def test_a_row_that_cannot_be_built(changes, message):
+    row = config.Row.model_validate({"name": "row", "drafter": "suffix"} | changes)
+    with pytest.raises(ValueError, match=message):
+        table.build(row, Model(*testing.table_lm(CYCLE)))
+
+
+# --- prompts ----------------------------------------------------------------------------------------
+
+
+def test_both_kinds_of_prompt_file(tmp_path):
+    path = write(
+        tmp_path, '{"question_id": 7, "category": "qa", "turns": ["a", "b"]}\n\n{"prompt": "c"}\n', "p.jsonl"
+    )
+    assert prompts.read(path) == [(7, "qa", "a"), (3, "", "c")]
+    assert [question.text for question in prompts.read(path, [3, 7])] == ["c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "message"),
+    [
+        ('{"text": "a"}', None, "line 1: expected a JSON object with 'turns' or 'prompt'"),
+        ('{"prompt": "a"}\n[1]', None, "line 2: expected a JSON object"),
+        ("{", None, "line 1: expected a JSON object"),
+        ('{"turns": []}', None, "line 1: expected a JSON object"),
+        ('{"prompt": ""}', None, "line 1: expected a prompt that is a string"),
+        ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}', None, "line 2: the id 1 occurs twice"),
+        ('{"prompt": "a"}', [1, 5], "has no row 5"),
+        ("", None, "no prompt in"),
+    ],
+)
+def test_bad_prompt_files(tmp_path, text, ids, message):
+    with pytest.raises(ValueError, match=message):
+        prompts.read(write(tmp_path, text, "p.jsonl"), ids)
+
+
+def test_where_prompt_files_are_looked_for(tmp_path, monkeypatch):
+    monkeypatch.delenv("JSPEC_DATA", raising=False)
+    assert prompts.find("demo.jsonl").parent == prompts.HERE
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, "{}", "demo.jsonl")
+    monkeypatch.setenv("JSPEC_DATA", str(tmp_path / "second"))
+    assert prompts.find("demo.jsonl") == tmp_path / "second" / "demo.jsonl"
+    assert prompts.find("demo.jsonl", tmp_path / "first") == tmp_path / "first" / "demo.jsonl"
+    with pytest.raises(FileNotFoundError, match=r"other\.jsonl.*--data"):
+        prompts.find("other.jsonl")
+
+
+# --- a run ------------------------------------------------------------------------------------------
+
+
+def settings(*rows):
+    return [
+        table.Setting(name, drafter, verify.target_only(), engine.block_widths(drafter))
+        for name, drafter in rows
+    ]
+
+
+def toy_config(**changes):
+    content = {
+        "target": "toy",
+        "prompts": {"file": "none"},
+        "max_new_tokens": 12,
+        "repeats": 2,
+        "curve": [1, 2, 4],
+        "drafters": [{"name": "plain", "drafter": "none"}],
+    }
+    return config.Table.model_validate(content | changes)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The chain 0 1 2 0 1 2 ...: a script that knows it, and one that is always wrong."""
+    right = testing.scripted(np.arange(40) % 3, num_tokens=3)
+    wrong = testing.scripted((np.arange(40) + 1) % 3, num_tokens=3)
+    rows = settings(("plain", drafters.plain()), ("right", right), ("wrong", wrong))
+    cases = [table.Case("a", "x", [0]), table.Case("b", "y", [0, 1, 2, 0, 1])]
+    console = rich.console.Console(quiet=True)
+    return table.run(toy_config(), Model(*testing.table_lm(CYCLE), name="toy"), cases, rows, console)
+
+
+def test_figures_of_a_run(measured):
+    ((title, lines),) = measured.sections.items()
+    assert "toy, float32, greedy, 2 prompts, 12 new tokens" in title
+    plain, right, wrong = lines
+    assert (plain.tau, plain.c, plain.alpha, plain.baseline) == (1, None, None, True)
+    # 12 tokens in rounds of 4, of which 3 are drafted; always the whole draft.
+    assert (right.tau, right.alpha, right.accepted_by_position) == (4, 1, (1, 1, 1))
+    assert (wrong.tau, wrong.alpha, wrong.accepted_by_position) == (1, 0, (0, 0, 0))
+    assert right.theory == pytest.approx(4 / (1 + 3 * right.c))
+    curve = cost.predict_from_curve(4, [4], 3 * right.c, measured.curve)
+    assert right.predicted == pytest.approx(curve)
+    assert right.best_length[0] <= 3
+    assert wrong.best_length == (0, 1.0)
+    assert plain.best_length is None
+    # Round by round a wrong draft of 3, and less where the budget ends.
+    assert wrong.predicted < 1
+    for line in lines:
+        assert line.flips == ()
+        assert line.decode.low <= line.decode.median <= line.decode.high
+        assert line.overall.median < line.decode.median
+    assert plain.speedup == report.Speed(1, 1, 1)
+
+
+def test_rounds_of_a_run(measured):
+    (rows,) = measured.rounds.values()
+    a = rows["right"]["a"]
+    assert a["tokens"] == [1, 2, 0] * 4
+    assert (a["emitted"], a["accepted"], a["proposed"], a["width"]) == ([4] * 3, [3] * 3, [3] * 3, [4] * 3)
+    assert len(a["decode_seconds"]) == 2
+    assert rows["plain"]["b"]["width"] == [1] * 12
+    assert rows["wrong"]["b"]["proposed"] == [3] * 9 + [2, 1, 0]
+    assert rows["wrong"]["b"]["width"] == [4] * 11 + [1]
+
+
+def test_a_flip_is_found_and_its_gap_reported():
+    """A lossy rule takes every draft, so the output leaves plain decoding where the script does."""
+    script = np.arange(40) % 3
+    script[5] = 1  # plain decoding has 2 there
+    rule = verify.synthetic([1.0, 1.0, 1.0])
+    drafter = testing.scripted(script, num_tokens=3)
+    rows = [table.PLAIN, table.Setting("lossy", drafter, rule, (1, 4))]
+    law = 0.5 * np.asarray(CYCLE) + [[0.25, 0.0, 0.25], [0.25, 0.25, 0.0], [0.0, 0.25, 0.25]]
+    model = Model(*testing.table_lm(law), name="toy")
+    out = table.run(toy_config(), model, [table.Case("a", "", [0])], rows, rich.console.Console(quiet=True))
+    (lines,) = out.sections.values()
+    (flip,) = lines[1].flips
+    # The first new token is number 1 of the text, so token 5 is new token 4; log(.5 / .25) apart.
+    assert (flip.prompt, flip.position, flip.gap) == ("a", 4, pytest.approx(np.log(2), abs=1e-5))
+    assert report.equality(lines[1]) == "NO (1 of 1 prompts)"
+
+
+def test_plain_decoding_is_added_and_temperatures_get_a_table_each():
+    rows = settings(("right", testing.scripted(np.arange(40) % 3, num_tokens=3)))
+    model = Model(*testing.table_lm(CYCLE), name="toy")
+    cases = [table.Case("a", "", [0])]
+    changed = toy_config(temperatures=[0.0, 1.0], repeats=1)
+    out = table.run(changed, model, cases, rows, rich.console.Console(quiet=True))
+    greedy, sampled = out.sections.values()
+    assert [line.name for line in greedy] == ["plain", "right"]
+    assert sampled[1].flips is None
+    assert report.equality(sampled[1]) == "in law"
+
+
+# --- the report -------------------------------------------------------------------------------------
+
+
+def line(**changes):
+    speed = report.Speed(1.5, 1.4, 1.6)
+    base = report.Line(
+        "row", 1.8, (0.5, 0.2), 0.6, 0.01, 1.7, 1.4, speed, speed, speed, speed, flips=(), num_prompts=4
+    )
+    return base._replace(**changes)
+
+
+def test_equality():
+    near, far = report.Flip("a", 3, 9e-4), report.Flip("b", 5, 1e-3)
+    assert report.equality(line()) == "yes"
+    assert report.equality(line(flips=(near, near))) == "yes (2 near-ties)"
+    assert report.equality(line(flips=(near, far))) == "NO (1 of 4 prompts)"
+    assert report.equality(line(flips=None)) == "in law"
+    assert report.equality(line(flips=None, lossless=False)) == "no: a lossy rule"
+
+
+def test_a_slower_row_says_so():
+    slow = line(speedup=report.Speed(0.9, 0.8, 0.95))
+    assert "0.90 (0.80-0.95) slower" in report.cells(slow)
+    text = report.markdown({"t": [slow]}, "curve", {"commit": "abc"})
+    assert "slower |" in text
+    assert "* commit: abc" in text
+
+
+def test_files(measured, tmp_path, capsys):
+    report.write(tmp_path, rich.console.Console(width=200), measured, {"seed": 0})
+    markdown = (tmp_path / "table.md").read_text()
+    assert "| right |" in markdown
+    assert "| n | 1 | 2 | 4 |" in markdown
+    assert "python -m experiments" in markdown
+    content = json.loads((tmp_path / "rounds.json").read_text())
+    assert content["config"] == {"seed": 0}
+    assert content["curve"]["widths"] == [1, 2, 4]
+    assert (tmp_path / "speedup.png").read_bytes()[:4] == b"\x89PNG"
+    assert "t(n) / t(1)" in capsys.readouterr().out
+
+
+def test_first_difference():
+    assert table.first_difference(np.array([1, 2]), np.array([1, 2])) is None
+    assert table.first_difference(np.array([1, 2]), np.array([1])) == 1
+    assert table.first_difference(np.array([1, 2, 3, 4]), np.array([1, 0, 3, 0])) == 1
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "nonsense: 1\n", "nonsense: unknown key"),
+        (GOOD.replace("demo.jsonl", "missing.jsonl"), "prompts.file: no such file"),
+        (GOOD.replace("target: smollm2-135m", "target: ./no-such-folder"), "no-such-folder"),
+    ],
+)
+def test_the_command_refuses_in_one_line(tmp_path, text, message):
+    arguments = ["table", "--config", str(write(tmp_path, text)), "--output", str(tmp_path / "out")]
+    result = typer.testing.CliRunner().invoke(command.app, arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_such_configuration():
+    result = typer.testing.CliRunner().invoke(command.app, ["table", "--config", "no-such.yaml"])
+    assert (result.exit_code, "no such file" in result.stderr) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_the_command_on_the_real_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = (
+        GOOD.replace("file: demo.jsonl", "file: demo.jsonl, ids: [d09]") + "max_new_tokens: 16\nrepeats: 1\n"
+    )
+    arguments = ["table", "--config", str(write(tmp_path, text)), "--output", str(tmp_path / "out")]
+    result = typer.testing.CliRunner().invoke(command.app, arguments)
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "out" / "rounds.json").read_text())
+    ((_, rows),) = content["rows"].items()
+    assert rows["suffix"]["d09"]["tokens"] == rows["plain"]["d09"]["tokens"]
+    assert len(rows["suffix"]["d09"]["emitted"]) < 16

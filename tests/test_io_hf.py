@@ -1,0 +1,231 @@
+"""Hugging Face folders: parity with transformers, and every way in which a folder can be wrong."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from make_parity_fixtures import AT, CASES, FIXTURES, SHOWN, reference, tokens
+from safetensors.numpy import load_file, save_file
+
+from jspec.io.hf import load_hf
+from jspec.models.decoder import abstract_params, language_model
+from jspec.models.registry import FAMILIES, decoder_config
+from jspec.testing import tiny_checkpoint
+from jspec.types import Block, Prompt
+
+
+def forward(folder):
+    config, params, _ = load_hf(folder)
+    model = language_model(config)
+    ids = jnp.asarray(tokens(config.vocab_size))
+    cache = model.start(params, Prompt(ids, jnp.full(2, ids.shape[1])), 8)
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
+
+    @jax.jit
+    def run(params):
+        out = model.extend(params, cache, Block(ids, positions), taps=tuple(range(config.num_layers)))
+        return model.head(params, out.hidden), [out.taps[i] for i in range(config.num_layers)]
+
+    return run(params)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parity_with_stored_outputs_of_transformers(name, tmp_path):
+    family, overrides = CASES[name]
+    logits, taps = forward(tiny_checkpoint(tmp_path, family, **overrides))
+    with np.load(FIXTURES / "parity.npz") as stored:
+        expected, hidden = stored[f"{name}.logits"], stored[f"{name}.hidden"]
+    np.testing.assert_allclose(logits[:, AT, : expected.shape[-1]], expected, atol=1e-4)
+    np.testing.assert_allclose(np.stack(taps)[:, :, AT, :SHOWN], hidden, atol=1e-4)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", CASES)
+def test_parity_with_transformers(name, tmp_path):
+    family, overrides = CASES[name]
+    folder = tiny_checkpoint(tmp_path, family, seed=3, **overrides)
+    logits, taps = forward(folder)
+    expected, hidden = reference(folder)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    for ours, theirs in zip(taps, hidden[:-1], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_shards_give_the_same_params(tmp_path):
+    whole = tiny_checkpoint(tmp_path / "whole", "qwen2")
+    split = tmp_path / "split"
+    split.mkdir()
+    tensors = load_file(whole / "model.safetensors")
+    names = sorted(tensors)
+    files = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for file, members in files.items():
+        save_file({name: tensors[name] for name in members}, split / file)
+    index = {"weight_map": {name: file for file, members in files.items() for name in members}}
+    (split / "model.safetensors.index.json").write_text(json.dumps(index))
+    (split / "config.json").write_text((whole / "config.json").read_text())
+    jax.tree.map(np.testing.assert_array_equal, load_hf(whole)[1], load_hf(split)[1])
+    next(split.glob("*-of-*")).unlink()
+    with pytest.raises(FileNotFoundError, match=r"model-0000"):
+        load_hf(split)
+
+
+def test_bfloat16_leaves_norms_in_float32(tmp_path):
+    _, params, _ = load_hf(tiny_checkpoint(tmp_path, "gemma"), dtype="bfloat16")
+    assert params["layers"][0]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
+    assert params["layers"][0]["mlp_norm"]["scale"].dtype == jnp.float32
+    assert params["norm"]["scale"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_names_of_the_bare_model(family, tmp_path):
+    folder = tiny_checkpoint(tmp_path, family, tie_word_embeddings=True)
+    expected = load_hf(folder)[1]
+    tensors = load_file(folder / "model.safetensors")
+    prefix = "transformer." if family == "gpt2" else "model."
+    save_file({name.removeprefix(prefix): w for name, w in tensors.items()}, folder / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, load_hf(folder)[1], expected)
+
+
+def test_tables_name_every_parameter_once():
+    for name, family in FAMILIES.items():
+        configs = [decoder_config(json.loads(json.dumps(raw))) for raw in _raw_configs(name)]
+        assert configs, name
+        for config in configs:
+            leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_params(config))
+            expected = [".".join(str(entry.key) for entry in path) for path, _ in leaves]
+            paths = [path for path, _, _ in family.weights(config)] + ["unembedding.kernel"] * (
+                not config.tied
+            )
+            assert sorted(paths) == sorted(expected)
+
+
+def _raw_configs(architecture):
+    from jspec.testing import _CHECKPOINTS
+
+    return [raw for raw in _CHECKPOINTS.values() if raw["architectures"] == [architecture]]
+
+
+# --- bad input ----------------------------------------------------------------------------------------
+
+
+def edit(folder: Path, **changes) -> Path:
+    """Change tensors of a checkpoint: None removes one. In names, two underscores stand for a dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_missing_left_over_and_misshapen_tensors_are_named(tmp_path):
+    folder = edit(
+        tiny_checkpoint(tmp_path), model__norm__weight=None, model__layers__1__mlp__up_proj__weight=None
+    )
+    with pytest.raises(
+        ValueError, match=r"missing tensors: model.layers.1.mlp.up_proj.weight, model.norm.weight$"
+    ):
+        load_hf(folder)
+    folder = edit(tiny_checkpoint(tmp_path), model__layers__0__mlp__extra__weight=np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match=r"unknown tensors: model.layers.0.mlp.extra.weight$"):
+        load_hf(folder)
+    folder = edit(
+        tiny_checkpoint(tmp_path), model__layers__2__self_attn__k_proj__weight=np.zeros((4, 32), np.float32)
+    )
+    with pytest.raises(ValueError, match=r"layers.2.self_attn.k_proj.weight of shape \(4, 32\)"):
+        load_hf(folder)
+    folder = edit(tiny_checkpoint(tmp_path), lm_head__weight=np.zeros((96, 32), np.int8))
+    with pytest.raises(ValueError, match=r"lm_head.weight is of type int8"):
+        load_hf(folder)
+
+
+def test_a_fused_weight_must_have_exactly_the_parts(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "gpt2")
+    edit(folder, transformer__h__0__attn__c_attn__weight=np.zeros((32, 128), np.float32))
+    with pytest.raises(ValueError, match=r"h.0.attn.c_attn.weight of shape \(32, 128\)"):
+        load_hf(folder)
+
+
+def test_harmless_buffers_are_ignored(tmp_path):
+    folder = edit(
+        tiny_checkpoint(tmp_path, "gpt2"), transformer__h__0__attn__bias=np.ones((1, 1, 8, 8), np.float32)
+    )
+    load_hf(folder)
+    folder = edit(
+        tiny_checkpoint(tmp_path), model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(4, np.float32)
+    )
+    load_hf(folder)
+
+
+def test_a_tied_head_may_be_stored_but_not_differ(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "gemma")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    load_hf(edit(folder, lm_head__weight=embedding))
+    with pytest.raises(ValueError, match=r"lm_head.weight"):
+        load_hf(edit(folder, lm_head__weight=embedding + 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("llama", {"architectures": ["MambaForCausalLM"]}, "architecture: .*got MambaForCausalLM"),
+        ("llama", {"architectures": None, "model_type": "mamba"}, "architecture: .*got mamba"),
+        ("llama", {"rope_scaling": {"rope_type": "spiral"}}, "rope_type: .*got 'spiral'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
+        ("llama", {"hidden_act": "mish"}, "activation: .*got 'mish'"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config: .*got 'awq'"),
+        ("llama", {"vocab_size": None}, "vocab_size is missing"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim = 16"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types: .*got 'chunked_attention'"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type: .*for Phi-3, got 'yarn'"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor: expected 4"),
+    ],
+)
+def test_unknown_settings_are_named(family, overrides, message, tmp_path):
+    folder = tiny_checkpoint(tmp_path, family)
+    raw = json.loads((folder / "config.json").read_text()) | overrides
+    raw = {key: value for key, value in raw.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=message):
+        load_hf(folder)
+
+
+def test_broken_files_are_named(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    for size in (0, 4, 100, len(data) - 4):
+        file.write_bytes(data[:size])
+        with pytest.raises(ValueError, match=r"model.safetensors: truncated or not a safetensors file"):
+            load_hf(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
+        load_hf(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no config.json"):
+        load_hf(folder)
+
+
+def test_neither_a_folder_nor_a_model_within_reach(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("nobody/nothing", "not a name", str(tmp_path / "absent")):
+        with pytest.raises(FileNotFoundError, match=r"not a folder, nor a Hub model within reach"):
+            load_hf(name)
+
+
+def test_length_bound_rotary_refuses_a_larger_cache(tmp_path):
+    config, params, _ = load_hf(tiny_checkpoint(tmp_path, "llama", **CASES["llama_dynamic"][1]))
+    model = language_model(config)
+    prompt = Prompt(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    model.start(params, prompt, 128)
+    with pytest.raises(ValueError, match=r"capacity: the model has 128 positions"):
+        model.start(params, prompt, 129)

@@ -1,0 +1,684 @@
+"""Acceptance rules against the exact law of a round, by enumeration; lossy rules must fail the same test."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import enumeration as enum
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from enumeration import Source, Target, Tree, chain, chosen, drawn
+
+from jspec import sampling, trees, verify
+from jspec.types import Draft, Method, Verdict, Verifier
+
+EXACT = 1e-6
+LOSSY = 1e-3
+SIZE, DEPTH = 3, 3
+
+
+# --- the table of rules: a new rule is a line here ----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    make: Callable[[], Verifier]
+    coins: Callable[[Tree], int]
+    draws: Callable[[Tree], int] = lambda tree: 1
+    chain: bool = False
+
+
+LOSSLESS = {
+    "token": Rule(verify.token, lambda tree: tree.depth + 1, chain=True),
+    "block": Rule(verify.block, lambda tree: tree.depth + 1, chain=True),
+    "tree": Rule(verify.tree, lambda tree: tree.visits),
+    "with_replacement": Rule(verify.with_replacement, lambda tree: tree.visits),
+    "kseq": Rule(verify.kseq, lambda tree: tree.visits),
+    "target_only": Rule(verify.target_only, lambda tree: 0, lambda tree: tree.depth + 1),
+}
+IN_LAW = {
+    "lenience": Rule(lambda: verify.lenience(0.5), lambda tree: tree.visits),
+    "typical": Rule(verify.typical, lambda tree: 0),
+    "top_beta": Rule(lambda: verify.top_beta(2, 1.0), lambda tree: 0, lambda tree: 0),
+    "rollback": Rule(lambda: verify.rollback(1.0), lambda tree: 0, lambda tree: 0),
+    "synthetic": Rule(lambda: verify.synthetic([0.5, 0.6, 0.7, 0.8, 0.9]), lambda tree: tree.depth + 1),
+}
+RULES = LOSSLESS | IN_LAW
+TREE_RULES = [name for name, rule in LOSSLESS.items() if not rule.chain]
+
+WIDE = (-1, 0, 0, 1, 1, 2, 2)
+TREES = {
+    "chain": chain(DEPTH),
+    "3": (-1, 0, 0, 0),
+    "2, then 1 each": (-1, 0, 0, 1, 2),
+    "2, then 2 under the second": (-1, 0, 0, 2, 2),
+    "2, 1, 2": (-1, 0, 0, 1, 3, 3),
+    "2, then 2 each": WIDE,
+}
+
+
+def judge(name: str, tree: Tree, target: Target, verifier: Verifier | None = None) -> enum.Result:
+    """Enumerate a round. All chains have one shape and all trees another: a rule compiles once or twice."""
+    rule = RULES[name]
+    shape = (max(DEPTH, tree.depth) + 1 if rule.chain else max(7, tree.width), max(DEPTH, tree.depth))
+    return enum.law_of_round(verifier or rule.make(), tree, target, rule.coins(tree), rule.draws(tree), shape)
+
+
+def laws(seed: int = 0, zeros: float = 0.0, size: int = SIZE, depth: int = DEPTH) -> tuple[Target, enum.Law]:
+    """A target and an independent drafting law."""
+    target = enum.damped(enum.random_tables(size, depth, 2 * seed, zeros))
+    return target, enum.table_law(enum.random_tables(size, depth, 2 * seed + 1, zeros))
+
+
+def suited(name: str) -> tuple[int, ...]:
+    """A chain for rules that want one, else a tree."""
+    return chain(DEPTH) if RULES[name].chain else WIDE
+
+
+# --- drafts by kind -----------------------------------------------------------------------------------
+
+
+def _with_law(parents: tuple[int, ...], law: list[int], q: enum.Law) -> Tree:
+    return Tree(parents, tuple(law), tuple(Source(i, q) for i in range(len(parents))), distinct=True)
+
+
+def first_chosen(parents: tuple[int, ...], q: enum.Law) -> Tree:
+    """The first child of a node is chosen, the others are drawn from q without replacement."""
+    return _with_law(parents, [p if p in parents[1:i] else -1 for i, p in enumerate(parents)], q)
+
+
+def last_chosen(parents: tuple[int, ...], q: enum.Law) -> Tree:
+    """The last child of a node is chosen and may repeat a drawn one."""
+    return _with_law(parents, [p if p in parents[i + 1 :] else -1 for i, p in enumerate(parents)], q)
+
+
+def alternating(parents: tuple[int, ...], q: enum.Law) -> Tree:
+    """Odd nodes are drawn, even nodes chosen."""
+    return _with_law(parents, [p if i % 2 else -1 for i, p in enumerate(parents)], q)
+
+
+def two_drafters(parents: tuple[int, ...], q: enum.Law) -> Tree:
+    """The first child of a node is drawn from q, the others from a law that depends on nothing (a merge)."""
+    size = q(np.zeros((1, 0), int)).shape[1]
+    other = enum.table_law(enum.random_tables(size, 0, 77))
+    width = len(parents)
+    law = [width - 1 if p in parents[1:i] else p for i, p in enumerate(parents)]
+    sources = (*(Source(i, q) for i in range(width - 1)), Source(None, other))
+    return Tree(parents, tuple(law), sources, distinct=True)
+
+
+KINDS: dict[str, dict[str, Callable[[tuple[int, ...], enum.Law], Tree]]] = {
+    "chosen": {"chosen": lambda parents, q: chosen(parents)},
+    "iid": {"iid": drawn},
+    "distinct": {"distinct": lambda parents, q: drawn(parents, q, distinct=True)},
+    "mixed": {
+        "first chosen": first_chosen,
+        "last chosen": last_chosen,
+        "two drafters": two_drafters,
+        "alternating": alternating,
+    },
+}
+FITTING = [(name, kind) for name, rule in LOSSLESS.items() for kind in KINDS if kind in rule.make().draws]
+
+
+# --- exact law ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), FITTING)
+def test_lossless_rules_give_the_target_law(name, kind):
+    shapes = {"chain": TREES["chain"]} if LOSSLESS[name].chain else TREES
+    for seed, (shape, variant) in enumerate(itertools.product(shapes, KINDS[kind])):
+        target, q = laws(seed, zeros=0.4 if seed % 2 else 0.0)
+        result = judge(name, KINDS[kind][variant](shapes[shape], q), target)
+        assert result.error < EXACT, (shape, variant, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("name", "kind"), FITTING)
+def test_lossless_rules_give_the_target_law_full(name, kind, size):
+    """Up to six drafted nodes of two to four tokens, several laws."""
+    shapes = TREES | {"3, then 1 each": (-1, 0, 0, 0, 1, 2, 3), "2, 2, 2": (-1, 0, 0, 1, 1, 3, 3)}
+    if LOSSLESS[name].chain:
+        shapes = {f"chain of {depth}": chain(depth) for depth in (1, 2, 3, 4, 6)}
+    cases = itertools.product(shapes, KINDS[kind], range(2), (0.0, 0.4))
+    for seed, (shape, variant, _, zeros) in enumerate(cases):
+        target, q = laws(100 + seed, zeros, size, depth=6)
+        result = judge(name, KINDS[kind][variant](shapes[shape], q), target)
+        assert result.error < EXACT, (shape, variant, seed)
+
+
+def nudged(law: enum.Law, ulps: int) -> enum.Law:
+    """A law whose float32 entries, all but the first, lie ``ulps`` units in the last place off."""
+
+    def near(prefix: np.ndarray) -> np.ndarray:
+        values = law(prefix).astype(np.float32)
+        for _ in range(abs(ulps)):
+            values[:, 1:] = np.nextafter(values[:, 1:], np.float32(2 if ulps > 0 else -1))
+        return values
+
+    return near
+
+
+def one_hot(tables: list[np.ndarray]) -> list[np.ndarray]:
+    return [np.eye(table.shape[-1])[table.argmax(-1)] for table in tables]
+
+
+@pytest.mark.parametrize(("name", "kind"), [pair for pair in FITTING if pair[1] in ("iid", "distinct")])
+def test_equal_disjoint_and_one_hot_laws(name, kind):
+    """p = q exactly and within rounding, supports that do not meet, greedy rows: no NaN, nothing lost."""
+    tables = enum.random_tables(SIZE, DEPTH, 5)
+    some = enum.damped([t * [1, 1, 0] / (t * [1, 1, 0]).sum(-1, keepdims=True) for t in tables])
+    other = enum.table_law([np.broadcast_to(np.eye(SIZE)[2], table.shape) for table in tables])
+    target, greedy = enum.damped(tables), enum.damped(one_hot(tables))
+    sure = {
+        "equal": (target, target.law),
+        "one ulp above": (target, nudged(target.law, 1)),
+        "one ulp below": (target, nudged(target.law, -1)),
+        "three ulps below": (target, nudged(target.law, -3)),
+        "both greedy": (greedy, greedy.law),
+    }
+    cases = sure | {
+        "disjoint": (some, other),
+        "greedy target": (greedy, enum.table_law(tables)),
+        "greedy draft": (target, enum.table_law(one_hot(tables))),
+    }
+    for case, (p, q) in cases.items():
+        tree = drawn(suited(name), q, kind == "distinct")
+        result = judge(name, tree, p)
+        assert result.error < EXACT, case
+        assert (result.joint[:, result.expected == 0] == 0).all(), case
+        if name != "target_only" and case in sure:
+            assert abs(result.length[0] - 1 - tree.depth) < 1e-5, case
+        # Siblings that outlive their law are skipped, except by the rule that does not look at laws.
+        if case == "disjoint" and (name, kind) != ("target_only", "distinct"):
+            assert abs(result.length[0] - 1) < EXACT
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSLESS if name != "kseq"])
+def test_length_settled_before_the_draw(name):
+    """Nodes may be missing because of tokens drawn before them."""
+
+    def no_children_of_zero(tokens: np.ndarray) -> np.ndarray:
+        valid = np.ones(tokens.shape, bool)
+        for i in range(1, tokens.shape[1]):
+            parent = tree.parents[i]
+            valid[:, i] = valid[:, parent] & ((parent == 0) | (tokens[:, parent] != 0))
+        return valid
+
+    def no_sibling_after_one(tokens: np.ndarray) -> np.ndarray:
+        valid = np.ones(tokens.shape, bool)
+        for i in range(1, tokens.shape[1]):
+            before = [j for j in range(1, i) if tree.parents[j] == tree.parents[i]][-1:]
+            valid[:, i] = valid[:, tree.parents[i]] & (tokens[:, before] != 1).all(1)
+        return valid
+
+    target, q = laws(3)
+    for valid, kind in itertools.product((no_children_of_zero, no_sibling_after_one), ("iid", "distinct")):
+        if kind in LOSSLESS[name].make().draws:
+            tree = dataclasses.replace(drawn(suited(name), q, kind == "distinct"), valid=valid)
+            assert judge(name, tree, target).error < EXACT
+
+
+def test_number_of_siblings_settled_before_the_first():
+    """K-SEQ must know it by then; later is too late, and seen."""
+
+    def by_parent(tokens: np.ndarray) -> np.ndarray:
+        valid = np.ones(tokens.shape, bool)
+        valid[:, 4], valid[:, 6] = tokens[:, 1] != 0, tokens[:, 2] != 1
+        return valid
+
+    def by_sibling(tokens: np.ndarray) -> np.ndarray:
+        return (np.arange(4) < 3) | (tokens[:, [1]] != 1)
+
+    target, q = laws(5)
+    assert judge("kseq", dataclasses.replace(drawn(WIDE, q), valid=by_parent), target).error < EXACT
+    three = dataclasses.replace(drawn(TREES["3"], q), valid=by_sibling)
+    assert judge("kseq", three, target).deviation > LOSSY
+    assert judge("tree", three, target).error < EXACT
+
+
+@pytest.mark.parametrize("name", ["token", "block", "tree"])
+def test_length_settled_by_the_drawn_token_is_seen(name):
+    """Dropping a node because of its own token changes the law: this test can fail."""
+    target, q = laws(3)
+    own = dataclasses.replace(
+        drawn(chain(DEPTH), q), valid=lambda tokens: np.cumprod(tokens != 1, axis=1).astype(bool)
+    )
+    assert judge(name, own, target).deviation > LOSSY
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+def test_laws_shared_by_nodes_and_left_to_the_default(name):
+    """One law for all nodes of a level (independent heads); `Draft.law` given or not."""
+    target, q = laws(4)
+    heads = Tree(WIDE, (-1, 0, 0, 1, 1, 1, 1), (Source(0, q), Source(None, q)))
+    assert judge(name, heads, target).error < EXACT
+    if "distinct" in LOSSLESS[name].make().draws:
+        assert judge(name, dataclasses.replace(heads, distinct=True), target).error < EXACT
+    implied = judge(name, drawn(WIDE, q), target)
+    given = judge(name, dataclasses.replace(drawn(WIDE, q), explicit=True), target)
+    assert np.array_equal(implied.joint, given.joint)
+
+
+@pytest.mark.parametrize("name", ["block", "tree", "target_only", "token"])
+def test_the_sampler_pipeline_at_every_node(name):
+    """Penalties, temperature and top-p of the package's own sampler, against their plain definition."""
+    rng = np.random.default_rng(8)
+    tables = [rng.normal(size=(SIZE,) * (k + 1)) * 2 for k in range(DEPTH + 1)]
+    prompt = np.arange(SIZE) == 0
+
+    def law(prefix: np.ndarray) -> np.ndarray:
+        counts = (prefix[:, :, None] == np.arange(SIZE)).sum(1)
+        logits = enum.lookup(tables, prefix)
+        factor = np.where(prompt | (counts > 0), 1.5, 1)
+        logits = np.where(logits > 0, logits / factor, logits * factor) - 0.3 * (counts > 0) - 0.2 * counts
+        p = np.exp(logits / 0.8)
+        p /= p.sum(-1, keepdims=True)
+        for row in p:  # a token goes if those above it already have the mass
+            order = np.argsort(-row)
+            row[order[1:][np.cumsum(row[order])[:-1] >= 0.85]] = 0
+        return p / p.sum(-1, keepdims=True)
+
+    one = jnp.ones(1)
+    penalty = sampling.penalties(SIZE, 1.5 * one, 0.3 * one, 0.2 * one)
+    sampler = sampling.sampler(sampling.Settings(0.8 * one, top_p=0.85 * one), [penalty])
+
+    def history(rows: int) -> object:
+        return sampler.init(jnp.zeros((rows, 1), jnp.int32), jnp.ones(rows, jnp.int32))
+
+    target = Target(tables, law, sampler, history)
+    _, q = laws(9)
+    tree = chosen(WIDE) if name == "target_only" else drawn(suited(name), q)
+    result = judge(name, tree, target)
+    assert result.error < EXACT
+    assert (result.expected == 0).any()
+
+
+# --- lossy rules and wrong pairs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", IN_LAW)
+def test_lossy_rules_deviate(name):
+    target, q = laws(6)
+    verifier = IN_LAW[name].make()
+    assert not verifier.lossless
+    assert verifier.draws == {"chosen", "iid", "distinct", "mixed"}
+    for variant, make in itertools.chain.from_iterable(variants.items() for variants in KINDS.values()):
+        deviation = judge(name, make(WIDE, q), target).deviation
+        print(f"{name:10s} {variant:13s} total variation {deviation:.4f}")
+        assert deviation > LOSSY, variant
+
+
+@pytest.mark.parametrize("name", ["lenience", "typical", "top_beta", "rollback"])
+def test_lossy_rules_are_exact_at_temperature_zero(name):
+    target = enum.damped(one_hot(enum.random_tables(SIZE, DEPTH, 6)))
+    for tree in (drawn(WIDE, laws(6)[1]), chosen(WIDE)):
+        assert judge(name, tree, target).error < EXACT
+
+
+def test_lenience():
+    """At l = 1 it is the tree rule. On a chain no token comes out with more than p / l."""
+    target, q = laws(6)
+    tree = drawn(WIDE, q, distinct=True)
+    one, reference = judge("lenience", tree, target, verify.lenience(1.0)), judge("tree", tree, target)
+    assert np.abs(one.joint - reference.joint).max() < 1e-12
+    for factor in (0.3, 0.7):
+        result = judge("lenience", drawn(chain(1), q), target, verify.lenience(factor))
+        first = result.joint.reshape(SIZE, -1).sum(1)
+        p, q_root = (law(np.zeros((1, 0), int))[0] for law in (target.law, q))
+        assert (first <= p / factor + EXACT).all()
+        assert abs(result.length[0] - 1 - np.minimum(p / factor, q_root).sum()) < EXACT
+
+
+def test_synthetic_rates():
+    """The mean length is 1 + r1 + r1 r2 + ..., whatever the draft."""
+    target, q = laws(6)
+    for tree in (drawn(WIDE, q), drawn(chain(DEPTH), q)):
+        length = judge("synthetic", tree, target).length[0]
+        assert abs(length - np.cumprod([1, 0.5, 0.6, 0.7])[: tree.depth + 1].sum()) < EXACT
+
+
+def test_typical_keeps_the_longest_path_and_the_likelier_on_ties():
+    laws = jnp.array([[[0.5, 0.4, 0.1], [0.9, 0.05, 0.05], [0.6, 0.2, 0.2], [1, 0, 0], [1, 0, 0]]])
+    cases = [
+        ([0, 0, 1, 2, 2], [-1, 0, 0, 0, 0], [0, 1]),  # 0 and 1 pass, 0 is likelier
+        ([0, 0, 1, 0, 2], [-1, 0, 0, 2, 0], [0, 2, 3]),  # 0 is likelier but has no child
+        ([0, 0, 1, 1, 0], [-1, 0, 0, 1, 2], [0, 2, 4]),  # 0 1 does not pass: 0.05 < 0.09
+        ([0, 2, 2, 2, 2], [-1, 0, 0, 0, 0], [0, 1]),  # min(0.09, 0.3 exp(-H) = 0.117) < 0.1
+    ]
+    tokens, parents, paths = zip(*cases, strict=True)
+    draft = Draft(jnp.array(tokens), jnp.array(parents), jnp.ones((len(cases), 5), bool))
+    sampler = sampling.sampler(sampling.Settings(jnp.ones(len(cases))))
+    logits = jnp.log(jnp.repeat(laws, len(cases), axis=0))
+    keys = sampling.row_keys(jnp.arange(len(cases)))
+    verdict = run(verify.typical(), sampler, (), logits, draft, keys, depth=2)
+    for row, path in enumerate(paths):
+        assert verdict.path[row, : int(verdict.num_emitted[row])].tolist() == path
+
+
+WRONG = [
+    ("with_replacement", "distinct"),
+    ("with_replacement", "mixed"),
+    ("kseq", "distinct"),
+    ("kseq", "mixed"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), WRONG)
+def test_wrong_pairs_deviate_and_are_refused(name, kind):
+    target, q = laws(5)
+    assert kind not in LOSSLESS[name].make().draws
+    for variant, make in KINDS[kind].items():
+        deviation = judge(name, make(TREES["3"], q), target).deviation
+        print(f"{name:17s} {variant:13s} total variation {deviation:.4f}")
+        assert deviation > LOSSY, variant
+
+
+def test_every_kind_of_draft_is_right_or_refused():
+    """FITTING and WRONG are all pairs, but for one that cannot run at all."""
+    every = {(name, kind) for name in LOSSLESS for kind in KINDS}
+    assert every - {*FITTING, *WRONG} == {("kseq", "chosen")}
+    with pytest.raises(ValueError, match="laws = None"):
+        judge("kseq", chosen(TREES["3"]), laws()[0])
+
+
+@pytest.mark.parametrize("name", ["token", "block", "tree"])
+def test_chosen_children_judged_as_drawn_deviate(name, monkeypatch):
+    """The commonest bug of all: the top child with the drafter's softmax as its law."""
+    target, q = laws(6)
+    top = q(np.zeros((1, 0), int)).argmax()
+    monkeypatch.setattr(enum, "_weights", lambda tree, tokens, laws: (tokens[:, 1] == top).astype(float))
+    assert judge(name, drawn(chain(1), q), target).deviation > 0.1
+
+
+@pytest.mark.parametrize("name", ["token", "block"])
+def test_chain_rules_refuse_trees(name):
+    target, q = laws()
+    rule, tree = LOSSLESS[name], drawn(WIDE, q)
+    with pytest.raises(ValueError, match=rf"verify.{name} .* N = depth \+ 1 = 3 nodes, got N = 7"):
+        enum.law_of_round(rule.make(), tree, target, rule.coins(tree), 1, (7, 2))
+
+
+@pytest.mark.parametrize("name", ["token", "block"])
+def test_chain_rules_cut_a_tree_of_chain_width(name):
+    """N = depth + 1 nodes that are no chain (a dynamic tree): the chain ends where the links do."""
+    target, q = laws(2)
+    for parents, length in (((-1, 0, 0, 1), 1), ((-1, 0, 1, 1), 2), ((-1, 0, 0, 2), 1)):
+        result = judge(name, drawn(parents, q), target)
+        assert result.error < EXACT
+        assert abs(result.length[0] - judge(name, drawn(chain(length), q), target).length[0]) < EXACT
+
+
+# --- how much is accepted -----------------------------------------------------------------------------
+
+
+def test_block_is_never_below_token():
+    gains = []
+    for seed, zeros, near in itertools.product(range(15), (0.0, 0.3), (0.0, 0.8)):
+        target, far = laws(1000 + seed, zeros)
+
+        def q(prefix: np.ndarray, target=target, far=far, near=near) -> np.ndarray:
+            return near * target.law(prefix) + (1 - near) * far(prefix)
+
+        tree = drawn(chain(DEPTH), q)
+        gains.append(judge("block", tree, target).length[0] - judge("token", tree, target).length[0])
+    print(f"block over token, tokens a round: least {min(gains):.2e}, mean {np.mean(gains):.4f}")
+    assert min(gains) > -EXACT
+    assert np.mean(gains) > 0.01
+
+
+def test_block_is_token_for_chosen_tokens():
+    target, _ = laws(2)
+    block, token = (judge(name, chosen(chain(DEPTH)), target) for name in ("block", "token"))
+    assert np.abs(block.length - token.length).max() < EXACT
+
+
+def test_expected_length_of_the_token_rule():
+    """1 + the sum over prefixes of prod min(p, q)."""
+    target, q = laws(2)
+    length = 1.0
+    for k in range(1, DEPTH + 1):
+        words = enum._grid(SIZE, k)
+        mass = np.ones(len(words))
+        for i in range(k):
+            mass *= np.minimum(target.law(words[:, :i]), q(words[:, :i]))[np.arange(len(words)), words[:, i]]
+        length += mass.sum()
+    assert abs(judge("token", drawn(chain(DEPTH), q), target).length[0] - length) < EXACT
+
+
+def test_target_only_accepts_every_drafted_path():
+    """The expected length is 1 + the mass of the distinct drafted prefixes, copies counted once."""
+    target, _ = laws(2)
+    tree = chosen(WIDE)
+    lengths, in_turn = (judge(name, tree, target).length for name in ("target_only", "tree"))
+    for row, word in enumerate(enum._grid(SIZE, 6)):
+        spelled = {tuple(word[np.array(tree.path(i)) - 1]) for i in range(1, 7)}
+        mass = 0.0
+        for path in spelled:
+            prefix = np.array([path])
+            mass += np.prod([target.law(prefix[:, :k])[0, path[k]] for k in range(len(path))])
+        assert abs(lengths[row] - 1 - mass) < EXACT
+        assert in_turn[row] < lengths[row] + EXACT
+        assert word[0] == word[1] or abs(in_turn[row] - lengths[row]) < EXACT
+
+
+# --- rows, greedy, keys, compilation: one shape, so that each rule compiles once ---------------------------
+
+BATCH, WIDTH, VOCAB = 24, 6, 3
+
+
+@functools.partial(jax.jit, static_argnames="depth", compiler_options=enum.FAST_COMPILE)
+def run(verifier: Verifier, sampler, history, logits, draft: Draft, keys, depth: int = WIDTH - 1) -> Verdict:
+    return verifier.rule(sampler, history, logits, draft, depth, keys)
+
+
+def random_draft(seed: int, chained: bool, laws: bool = True) -> tuple[jax.Array, Draft]:
+    """Logits [B, N, V] and drafts whose shape differs from row to row."""
+    rng = np.random.default_rng(seed)
+    rows = np.arange(BATCH)
+    parents = np.stack([[-1, *(rng.integers(0, i) for i in range(1, WIDTH))] for _ in rows]).astype(np.int32)
+    if chained:
+        parents = np.broadcast_to(np.arange(WIDTH, dtype=np.int32) - 1, (BATCH, WIDTH))
+    valid = rng.random((BATCH, WIDTH)) < 0.85
+    valid[:, 0] = True
+    for i in range(1, WIDTH):
+        valid[:, i] &= valid[rows, parents[:, i]]
+    draft = Draft(
+        jnp.asarray(rng.integers(0, VOCAB, (BATCH, WIDTH)), jnp.int32),
+        jnp.asarray(parents),
+        jnp.asarray(valid),
+        jnp.asarray(rng.dirichlet(np.ones(VOCAB), (BATCH, WIDTH)), jnp.float32) if laws else None,
+    )
+    return jnp.asarray(rng.normal(size=(BATCH, WIDTH, VOCAB)) * 2, jnp.float32), draft
+
+
+def penalized(temperature: jax.Array, repetition: float = 1.3) -> tuple[sampling.Sampler, object]:
+    one = jnp.ones(BATCH)
+    penalty = sampling.penalties(VOCAB, repetition * one, 0 * one, 0 * one)
+    sampler = sampling.sampler(sampling.Settings(temperature, top_p=0.9 * one), [penalty])
+    return sampler, sampler.init(jnp.zeros((BATCH, 1), jnp.int32), jnp.ones(BATCH, jnp.int32))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rows_do_not_influence_each_other(name):
+    """Row by row the same whatever the order of the rows, and whatever stands in the others (NaN too)."""
+    logits, draft = random_draft(11, chained=RULES[name].chain)
+    sampler, history = penalized(jnp.where(jnp.arange(BATCH) % 3 == 0, 0.0, 0.7))
+    keys = sampling.row_keys(jnp.arange(BATCH))
+    rows = (sampler, history, logits, draft, keys)
+    verdict = run(RULES[name].make(), *rows)
+    assert len(set(verdict.num_accepted.tolist())) > 2
+
+    order = np.random.default_rng(0).permutation(BATCH)
+    moved = run(RULES[name].make(), *jax.tree.map(lambda x: x[order], rows))
+    other_logits, other_draft = random_draft(12, chained=RULES[name].chain)
+    own = jnp.arange(BATCH) % 2 == 0
+
+    def keep(mine: jax.Array, theirs: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(own, tuple(range(1, mine.ndim))), mine, theirs)
+
+    others = (keep(logits, other_logits * jnp.nan), jax.tree.map(keep, draft, other_draft))
+    changed = run(RULES[name].make(), sampler, history, *others, keys)
+    for before, after, beside in zip(verdict, moved, changed, strict=True):
+        assert np.array_equal(before[order], after)
+        assert np.array_equal(before[own], beside[own])
+
+
+@pytest.mark.parametrize("kind", ["chain", "chosen", "iid"])
+def test_greedy_follows_the_argmax(kind):
+    """Every lossless rule at temperature 0 against a plain loop."""
+    logits, draft = random_draft(13, chained=kind == "chain", laws=kind != "chosen")
+    best, tokens, parents, valid = (
+        np.array(x) for x in (logits.argmax(-1), draft.tokens, draft.parents, draft.valid)
+    )
+    if draft.laws is not None:  # a greedy drafter: all children of a node are its law's only token
+        hot = tokens.copy()
+        for i in range(1, WIDTH):
+            tokens[:, i] = hot[np.arange(BATCH), parents[:, i]]
+        draft = draft._replace(
+            tokens=jnp.asarray(tokens), laws=jnp.asarray(np.eye(VOCAB, dtype=np.float32)[hot])
+        )
+    sampler, history = penalized(jnp.zeros(BATCH), repetition=1.0)
+    for name, rule in LOSSLESS.items():
+        if (rule.chain and kind != "chain") or (name == "kseq" and kind == "chosen"):
+            continue
+        verdict = run(rule.make(), sampler, history, logits, draft, sampling.row_keys(jnp.arange(BATCH)))
+        for b in range(BATCH):
+            expected, nodes = [], [0]
+            while nodes:
+                expected.append(best[b, nodes[0]])
+                nodes = [
+                    i
+                    for i in range(1, WIDTH)
+                    if parents[b, i] in nodes and valid[b, i] and tokens[b, i] == expected[-1]
+                ]
+                if name != "target_only":  # which alone follows all copies of a repeated child
+                    nodes = nodes[:1]
+            assert verdict.tokens[b, : int(verdict.num_emitted[b])].tolist() == expected, (name, b)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_draft_is_a_plain_step(name):
+    """Only the root is valid: one token of the target's law."""
+    logits, draft = random_draft(14, chained=RULES[name].chain)
+    draft = draft._replace(valid=jnp.broadcast_to(jnp.arange(WIDTH)[None] == 0, (BATCH, WIDTH)))
+    sampler, history = penalized(jnp.zeros(BATCH), repetition=1.0)
+    verdict = run(RULES[name].make(), sampler, history, logits, draft, sampling.row_keys(jnp.arange(BATCH)))
+    assert (verdict.num_emitted == 1).all()
+    assert np.array_equal(verdict.tokens[:, 0], logits[:, 0].argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["block", "tree", "target_only", "token"])
+def test_plain_decoding_is_a_draft_of_one_node(name):
+    """N = 1, depth 0."""
+    draft = Draft(jnp.zeros((2, 1), jnp.int32), jnp.full((2, 1), -1), jnp.ones((2, 1), bool))
+    logits = jnp.array([[[0.0, 3.0, 1.0]], [[2.0, 3.0, 7.0]]])
+    keys = sampling.row_keys(jnp.arange(2))
+    verdict = run(LOSSLESS[name].make(), sampling.greedy(2), (), logits, draft, keys, depth=0)
+    assert jax.tree.map(lambda x: x.tolist(), tuple(verdict)) == ([[0], [0]], [0, 0], [[1], [2]], [1, 1])
+
+
+def test_thresholds_are_leaves():
+    """New thresholds, temperatures and rates reuse the compiled program."""
+    logits, draft = random_draft(11, chained=False)
+    keys = sampling.row_keys(jnp.arange(BATCH))
+    pairs = [
+        (verify.lenience(0.5), verify.lenience(0.9)),
+        (verify.typical(0.1, 0.2), verify.typical()),
+        (verify.top_beta(2, 1.0), verify.top_beta()),
+        (verify.rollback(1.0), verify.rollback()),
+        (verify.synthetic([0.5] * 5), verify.synthetic([0.9] * 5)),
+        (verify.tree(), verify.tree()),
+    ]
+    for first, second in pairs:
+        run(first, *penalized(jnp.zeros(BATCH)), logits, draft, keys)
+        compiled = run._cache_size()
+        run(second, *penalized(jnp.ones(BATCH)), logits, draft, keys)
+        assert run._cache_size() == compiled, first.name
+
+
+def test_default():
+    method = Method(lambda: None, lambda: None, lambda: None, width=4, depth=3)
+    for draws, tree, name in (
+        ("chosen", False, "target_only"),
+        ("chosen", True, "target_only"),
+        ("iid", False, "block"),
+        ("mixed", False, "block"),
+        ("iid", True, "tree"),
+        ("distinct", True, "tree"),
+        ("mixed", True, "tree"),
+    ):
+        verifier = verify.default(method._replace(draws=draws), tree)
+        assert (verifier.name, verifier.lossless, draws in verifier.draws) == (name, True, True)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: verify.lenience(0.0), "factor: expected a number in"),
+        (lambda: verify.typical(epsilon=1.0), "epsilon: expected a number in"),
+        (lambda: verify.typical(delta=-0.1), "delta: expected a number in"),
+        (lambda: verify.top_beta(beta=0), "beta: expected a number of at least 1"),
+        (lambda: verify.top_beta(tau=-1.0), "tau: expected a number of at least 0"),
+        (lambda: verify.rollback(-1.0), "threshold: expected a number of at least 0"),
+        (lambda: verify.synthetic([0.5, 1.5]), "rates: expected a vector"),
+        (lambda: verify.synthetic([[0.5]]), "rates: expected a vector"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_rates_must_reach_the_depth():
+    with pytest.raises(ValueError, match=r"rates: expected one for each depth 1 \.\.\. 3, got 2"):
+        judge("synthetic", chosen(chain(DEPTH)), laws()[0], verify.synthetic([0.5, 0.5]))
+
+
+# --- with real random numbers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["token", "block", "tree", "kseq", "target_only"])
+def test_frequencies_with_real_keys(name):
+    """Chi-square of the first token: the streams of draft, coins and draws are independent."""
+    rows, p, q = 40_000, np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.3, 0.2, 0.1])
+    width = 2 if LOSSLESS[name].chain else 3
+    parents = jnp.array([[-1, 0, 0][:width]])
+
+    def spread(law: np.ndarray) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(law, jnp.float32), (rows, len(law)))
+
+    @functools.partial(jax.jit, compiler_options=enum.FAST_COMPILE)
+    def first(verifier: Verifier, keys: jax.Array) -> jax.Array:
+        draft_keys = sampling.fold(keys, 0)
+        children = [sampling.draw(sampling.fold(draft_keys, i), spread(q)) for i in range(1, width)]
+        draft = Draft(
+            jnp.stack([jnp.zeros(rows, jnp.int32), *children], 1),
+            jnp.broadcast_to(parents, (rows, width)),
+            jnp.ones((rows, width), bool),
+            spread(q)[:, None],
+            jnp.broadcast_to(parents, (rows, width)),
+        )
+        sampler = sampling.sampler(sampling.Settings(jnp.ones(rows)))
+        logits = jnp.repeat(jnp.log(spread(p))[:, None], width, axis=1)
+        return verifier.rule(sampler, (), logits, draft, 1, sampling.fold(keys, 1)).tokens[:, 0]
+
+    tokens = first(LOSSLESS[name].make(), sampling.row_keys(jnp.arange(rows)))
+    counts = np.bincount(np.asarray(tokens), minlength=4)
+    assert ((counts - rows * p) ** 2 / (rows * p)).sum() < 30, counts / rows  # 3 degrees of freedom: 1e-6
+
+
+def test_accepted_paths_are_ancestors():
+    logits, draft = random_draft(15, chained=False)
+    sampler, history = penalized(jnp.ones(BATCH))
+    verdict = run(verify.tree(), sampler, history, logits, draft, sampling.row_keys(jnp.arange(BATCH)))
+    mask = np.asarray(trees.ancestors(draft.parents))
+    for b, n in enumerate(verdict.num_emitted.tolist()):
+        path = verdict.path[b, :n].tolist()
+        assert mask[b, path[-1]].nonzero()[0].tolist() == path

@@ -1,0 +1,115 @@
+"""The conformance table: every drafter, with the verifiers it goes with, on a tiny random target.
+
+A new method is one entry here, and every test that takes a `case` runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import drafters, testing, verify
+from jspec.types import Drafter, LanguageModel, Prompt, PyTree, Verifier
+
+
+class Tiny(NamedTuple):
+    """A model as `jspec.load` returns it, as far as drafters look."""
+
+    lm: LanguageModel
+    params: PyTree
+
+
+class Case(NamedTuple):
+    """A drafter for (target, draft model), and its acceptance rule."""
+
+    drafter: Callable[[Tiny, Tiny], Drafter]
+    verify: Callable[[], Verifier]
+
+
+@functools.cache
+def target(vocab_size: int) -> Tiny:
+    """Two layers of width 32."""
+    return Tiny(*testing.tiny_decoder(seed=1, vocab_size=vocab_size))
+
+
+@functools.cache
+def draft(vocab_size: int) -> Tiny:
+    """The target's first layer and its head: a draft model that often agrees with it."""
+    lm, params = target(vocab_size)
+    return Tiny(lm.truncate(1), params)
+
+
+@functools.cache
+def stranger(vocab_size: int) -> Tiny:
+    """Other random weights."""
+    return Tiny(*testing.tiny_decoder(seed=7, vocab_size=vocab_size, num_layers=1, width=16))
+
+
+CASES: dict[str, Case] = {
+    "plain": Case(lambda t, d: drafters.plain(), verify.target_only),
+    "scripted": Case(lambda t, d: testing.scripted([1, 2, 3, 0, 1, 2, 3, 0] * 8, 3), verify.target_only),
+    "scripted/token": Case(lambda t, d: testing.scripted([1, 2, 3, 0, 1, 2, 3, 0] * 8, 3), verify.token),
+    "model/block": Case(lambda t, d: drafters.model(d, 4), verify.block),
+    "model/token": Case(lambda t, d: drafters.model(d, 4), verify.token),
+    "model greedy": Case(lambda t, d: drafters.model(d, 3, sample=False), verify.target_only),
+    "model confidence": Case(
+        lambda t, d: drafters.model(d, 4, proceed=drafters.confidence(0.3)), verify.block
+    ),
+    "model entropy": Case(
+        lambda t, d: drafters.model(d, 4, proceed=drafters.entropy_bound(0.5)), verify.token
+    ),
+    "heuristic(model)": Case(lambda t, d: drafters.heuristic(drafters.model(d, 5), 2), verify.block),
+    "early_exit": Case(lambda t, d: drafters.early_exit(1, 3), verify.block),
+    "early_exit greedy": Case(lambda t, d: drafters.early_exit(1, 1, sample=False), verify.target_only),
+    "suffix": Case(lambda t, d: drafters.suffix(4), verify.target_only),
+    "suffix/token": Case(lambda t, d: drafters.suffix(4), verify.token),
+    "suffix/block": Case(lambda t, d: drafters.suffix(4), verify.block),
+    "suffix pld": Case(lambda t, d: drafters.suffix(4, preset="pld"), verify.target_only),
+    "suffix vllm_ngram": Case(lambda t, d: drafters.suffix(4, preset="vllm_ngram"), verify.target_only),
+    "suffix tree": Case(lambda t, d: drafters.suffix(4, num_nodes=8), verify.target_only),
+    "suffix tree/tree": Case(lambda t, d: drafters.suffix(4, num_nodes=8), verify.tree),
+    "heuristic(suffix)": Case(lambda t, d: drafters.heuristic(drafters.suffix(4), 2), verify.target_only),
+    "token_recycling": Case(lambda t, d: drafters.token_recycling(10, k=3), verify.target_only),
+    "lookahead": Case(lambda t, d: drafters.lookahead(window=3, ngram=3, guesses=2), verify.target_only),
+    "jacobi": Case(lambda t, d: drafters.jacobi(3), verify.target_only),
+}
+
+
+def reference(model: Tiny, prompt: list[int], max_new_tokens: int, eos: tuple[int, ...] = ()) -> list[int]:
+    """Greedy decoding without cache, engine or sampler: one full forward a token."""
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        tokens.append(int(np.argmax(full_logits(model, np.array([tokens]))[0, -1])))
+        if tokens[-1] in eos:
+            break
+    return tokens
+
+
+WIDTH = 32
+
+
+@functools.cache
+def _forward(lm: LanguageModel) -> Callable:
+    import jax
+
+    from jspec.types import Block
+
+    @jax.jit
+    def forward(params: PyTree, tokens: jnp.ndarray) -> jnp.ndarray:
+        prompt = Prompt(tokens, jnp.ones(tokens.shape[0], jnp.int32))
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        out = lm.extend(params, lm.start(params, prompt, 8), Block(tokens, positions))
+        return lm.head(params, out.hidden)
+
+    return forward
+
+
+def full_logits(model: Tiny, tokens: np.ndarray) -> np.ndarray:
+    """Logits [B, T, V] of whole sequences, padded to one width so that they compile once."""
+    width = tokens.shape[1]
+    padded = np.pad(tokens, ((0, 0), (0, WIDTH - width)))
+    return np.asarray(_forward(model.lm)(model.params, jnp.asarray(padded, jnp.int32)))[:, :width]

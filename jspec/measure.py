@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jspec import engine
+from jspec import engine, sampling
 from jspec.types import (
     Block,
     Context,
@@ -58,7 +58,7 @@ def _forward(
 ) -> Int[Array, "B N"]:
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     out = target.extend(params, cache, Block(tokens, positions))
-    return jnp.argmax(target.head(params, out.hidden), axis=-1)
+    return sampling.argmax(target.head(params, out.hidden))
 
 
 def measure_curve(

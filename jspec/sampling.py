@@ -45,20 +45,42 @@ def accept(keys: Keys, p: Float[Array, " B"], q: Float[Array, " B"]) -> Bool[Arr
     return jax.vmap(jax.random.uniform)(keys) * q < p
 
 
+def argmax(values: Float[Array, "... V"]) -> Int[Array, ...]:
+    """The first index of each row's maximum. Two plain reductions: on a CPU several times faster than
+    `jnp.argmax`, whose reduction of pairs is not vectorised.
+
+    >>> argmax(jnp.array([[1.0, 3.0, 3.0]])).tolist()
+    [1]
+    """
+    index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+    best = values == values.max(-1, keepdims=True)
+    return jnp.where(best, index, values.shape[-1] - 1).min(-1)
+
+
+LANES = 128  # of a block of `draw`
+
+
 def draw(keys: Keys, law: Float[Array, "B V"]) -> Int[Array, " B"]:
     """A token from each row's law; a token of probability 0 never comes out.
 
-    Where every row has all its mass on one token (greedy), no random number is made.
+    The inverse of the distribution function at one uniform number a row, in two steps: first the block of
+    `LANES` tokens, then the token in it. One pass over [B, V], where Gumbel noise would need V random
+    numbers; and a one-hot law (greedy) gives its token whatever the number is.
     """
-
-    def categorical(law: Float[Array, "B V"]) -> Int[Array, " B"]:
-        logits = jnp.where(law > 0, jnp.log(jnp.where(law > 0, law, 1)), NEG_INF)
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-
-    def argmax(law: Float[Array, "B V"]) -> Int[Array, " B"]:
-        return jnp.argmax(law, axis=-1).astype(jnp.int32)
-
-    return jax.lax.cond(jnp.all(law.max(-1) == 1), argmax, categorical, law)
+    batch, width = law.shape
+    lanes = min(LANES, width)
+    blocks = jnp.pad(law, ((0, 0), (0, -width % lanes))).reshape(batch, -1, lanes)
+    edges = jnp.cumsum(blocks.sum(-1), axis=1)
+    # u < 1 and the comparisons are strict: the block and the token found are where the sum grows.
+    target = jax.vmap(jax.random.uniform)(keys) * edges[:, -1]
+    block = jnp.minimum((edges <= target[:, None]).sum(1, dtype=jnp.int32), edges.shape[1] - 1)
+    before = jnp.take_along_axis(edges, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0]
+    before = jnp.where(block > 0, before, 0)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    lane = (jnp.cumsum(inside, axis=1) <= (target - before)[:, None]).sum(1, dtype=jnp.int32)
+    # The two sums of a block may differ in their last bit: never run past its last possible token.
+    last = jnp.where(inside > 0, jnp.arange(lanes, dtype=jnp.int32)[None], 0).max(1)
+    return block * lanes + jnp.minimum(lane, last)
 
 
 def normalize(weights: Float[Array, "B V"], fallback: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -235,7 +257,7 @@ def law_from_logits(settings: Settings, logits: Float[Array, "B V"]) -> Float[Ar
     greedy = settings.temperature < GREEDY
 
     def one_hot(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = argmax(logits)
         return (jnp.arange(logits.shape[-1], dtype=jnp.int32)[None] == best[:, None]).astype(jnp.float32)
 
     def sampled(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:

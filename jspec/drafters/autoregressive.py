@@ -102,10 +102,7 @@ def draft_chain(
         law = context.sampler.law(loop.history, fit_vocabulary(logits, vocab_size))
         if proceed is not None:
             alive = alive & proceed(law)
-        if sample:
-            token = sampling.draw(sampling.fold(keys, t), law)
-        else:
-            token = jnp.argmax(law, axis=-1).astype(jnp.int32)
+        token = sampling.draw(sampling.fold(keys, t), law) if sample else sampling.argmax(law)
         token = jnp.where(alive, token, 0)
         return _Loop(
             t + 1,

@@ -149,10 +149,6 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> Verifier:
     return Verifier(rule, base.ALL_DRAWS, False, "typical")
 
 
-def _top(law: Float[Array, "B V"]) -> Int[Array, " B"]:
-    return jnp.argmax(law, axis=-1).astype(jnp.int32)
-
-
 def _top_beta(
     beta: Int[Array, ""],
     tau: Float[Array, ""],
@@ -168,7 +164,7 @@ def _top_beta(
         return (rank < beta) & (p_tokens >= p.max(-1, keepdims=True) * jnp.exp(-tau))
 
     path, num_accepted, law = _longest(sampler, history, logits, draft, depth, passes)
-    return base.verdict(draft, path, num_accepted, _top(law))
+    return base.verdict(draft, path, num_accepted, sampling.argmax(law))
 
 
 def top_beta(beta: int = 5, tau: float = 3.0) -> Verifier:
@@ -211,7 +207,7 @@ def _rollback(
         return p_tokens >= jnp.exp(-threshold)
 
     path, num_accepted, law = _longest(sampler, history, logits, draft, depth, passes)
-    return base.verdict(draft, path, num_accepted, _top(law))
+    return base.verdict(draft, path, num_accepted, sampling.argmax(law))
 
 
 def rollback(threshold: float = 2.0) -> Verifier:

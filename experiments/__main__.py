@@ -38,7 +38,7 @@ def table(
         questions = prompts.read(prompts.find(settings.prompts.file, data), settings.prompts.ids)
         model = load(settings.target, dtype=settings.dtype)
         cases = tables.tokenize(model, questions, settings.prompts.chat, settings.max_new_tokens)
-        rows = [tables.build(row, model) for row in settings.drafters]
+        rows = [tables.build(row, model, settings.dtype) for row in settings.drafters]
     except (ValueError, OSError) as error:
         rich.console.Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

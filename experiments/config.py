@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
-DRAFTERS = ("none", "auto", "suffix", "token_recycling", "early_exit", "lookahead", "jacobi", "model")
+from jspec import text
+
+DRAFTERS = ("none", "model", *text.DRAFTERS)
 
 
 class _Strict(pydantic.BaseModel):

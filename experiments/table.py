@@ -17,6 +17,7 @@ from experiments import cost, report
 from experiments.config import Row, Table
 from experiments.prompts import Question
 from jspec import auto, drafters, engine, measure, options, verify
+from jspec.io.tokenizer import check_vocabularies
 from jspec.measure import CostCurve, Rounds, Trial
 from jspec.text import named_drafter
 from jspec.types import Drafter, Info, Prompt, Verifier
@@ -55,7 +56,7 @@ class Case(NamedTuple):
 PLAIN = Setting("plain", drafters.plain(), verify.target_only(), (1,))
 
 
-def build(row: Row, model: jspec.Model) -> Setting:
+def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
     """The drafter, verifier and widths that a row names.
 
     Raises:
@@ -70,17 +71,13 @@ def build(row: Row, model: jspec.Model) -> Setting:
             drafter, note = choice.build(model) or drafters.plain(), choice.title
         elif row.drafter == "model":
             arguments = dict(row.arguments)
-            draft_model = jspec.load(str(arguments.pop("draft_model")))
+            draft_model = jspec.load(str(arguments.pop("draft_model")), dtype=dtype)
             drafter = drafters.model(draft_model, **arguments)
+            if model.vocabulary is not None:
+                check_vocabularies(model.vocabulary, drafter.params)
         else:
             drafter = named_drafter(row.drafter, model, **row.arguments)
-        method = drafter.method
-        tree = method.width > method.depth + 1
-        rule = verify.default(method, tree=tree) if row.verify is None else _rule(row.verify)
-        if method.draws not in rule.draws:
-            raise ValueError(
-                f"verify: {rule.name} is right for {sorted(rule.draws)} drafts, not for {method.draws} ones"
-            )
+        rule = verify.resolve(drafter.method, None if row.verify is None else _rule(row.verify))
         return Setting(row.name, drafter, rule, engine.block_widths(drafter, row.widths), note)
     except (TypeError, ValueError) as error:
         raise ValueError(f"drafters: {row.name!r}: {error}") from None
@@ -89,7 +86,7 @@ def build(row: Row, model: jspec.Model) -> Setting:
 
 
 def _rule(name: str) -> Verifier:
-    names = sorted(set(verify.__all__) - {"default"})
+    names = sorted(set(verify.__all__) - {"default", "resolve"})
     if name not in names:
         raise ValueError(f"verify: expected one of {', '.join(names)}, got {name!r}")
     return getattr(verify, name)()
@@ -213,7 +210,7 @@ class _Bench:
         for setting in self.settings:
             for capacity in sorted({self.capacity(case) for case in self.cases}):
                 mine = [case for case in self.cases if self.capacity(case) == capacity]
-                for case in {len(case.tokens) <= min(engine.CHUNKS): case for case in mine}.values():
+                for case in {engine.chunk_width(len(case.tokens) - 1): case for case in mine}.values():
                     self.decode(case, setting, 0.0, 2)
                 advance()
 
@@ -249,8 +246,8 @@ class _Bench:
             self.model.params,
             Prompt(jnp.asarray(case.tokens, jnp.int32)[None], jnp.asarray([len(case.tokens)], jnp.int32)),
             chosen.keys([0]),
-            max_new_tokens=self.config.max_new_tokens,
-            capacity=self.capacity(case),
+            # Room for whole drafts to the end: a row that nears its budget drafts less.
+            max_new_tokens=(DRAFTING_ROUND + 2) * (setting.drafter.method.depth + 1),
             record=record,
             **shared,
         )
@@ -258,7 +255,7 @@ class _Bench:
             self.model.params,
             state,
             verify=setting.verify,
-            stops=chosen.stops(),
+            stops=engine.no_stops(),
             widths=setting.widths,
             record=record,
             max_rounds=DRAFTING_ROUND,

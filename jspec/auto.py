@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,10 @@ import rich.console
 import rich.progress
 
 from jspec import drafters, options, verify
+from jspec.checkpoint import Model
 from jspec.measure import REPEATS as CURVE_REPEATS
 from jspec.measure import CostCurve, Trial, decode, measure_curve, replay
 from jspec.types import Drafter, PyTree
-
-if TYPE_CHECKING:
-    from jspec.text import Model
 
 VERSION = 1  # of the candidates and of how they are judged: a choice made otherwise is made again
 NEW_TOKENS = 32
@@ -63,7 +61,7 @@ class Choice:
 
     def build(self, model: Model) -> Drafter | None:
         """The drafter itself; None for plain decoding."""
-        return None if self.drafter == "plain" else _named(self.drafter, model, self.arguments)
+        return None if self.drafter == "plain" else drafters.NAMED[self.drafter](**self.arguments)
 
 
 def cache_folder() -> Path:
@@ -147,7 +145,7 @@ def _calibrate(model: Model, prompts: list[list[int]], advance: Callable[[], obj
     if trees := [nodes for nodes in TREES if curve.relative(nodes) <= TREE_COST]:
         candidates.append(("token_recycling", {"num_nodes": trees[-1]}))
 
-    built = [plain, *(_named(name, model, arguments) for name, arguments in candidates)]
+    built = [plain, *(drafters.NAMED[name](**arguments) for name, arguments in candidates)]
     for drafter in built[1:]:
         run(drafter, prompts[0])  # compiles
     rates = np.zeros((REPEATS, len(built)))
@@ -222,12 +220,6 @@ def _prompts(model: Model) -> list[list[int]]:
     if model.tokenizer.has_chat_template:
         return [model.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
     return [model.tokenizer.encode(prompt) for prompt in prompts]
-
-
-def _named(name: str, model: Model, arguments: dict[str, Any]) -> Drafter:
-    from jspec.text import named_drafter  # which imports this module
-
-    return named_drafter(name, model, **arguments)
 
 
 def _title(name: str, arguments: dict[str, Any]) -> str:

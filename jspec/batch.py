@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -121,10 +122,9 @@ class Batch:
                 max_finished=1 if waiting else None,
                 **shared,
             )
-            tokens, lengths, starts, finish, record = jax.device_get(
-                tuple(
-                    getattr(self.state, name) for name in ("tokens", "lengths", "starts", "finish", "record")
-                )
+            state = self.state
+            tokens, lengths, starts, finish = jax.device_get(
+                (state.tokens, state.lengths, state.starts, state.finish)
             )
             for row, writer in list(writers.items()):
                 new = tokens[row, starts[row] + len(writer.tokens) : lengths[row]].tolist()
@@ -133,7 +133,8 @@ class Batch:
                 if writer.finish is None:
                     yield sequences[row], piece, None
                     continue
-                mine = jax.tree.map(lambda leaf: leaf[row, starts[row] :], record)  # noqa: B023
+                mine = jax.device_get(jax.tree.map(operator.itemgetter(row), self.state.record))
+                mine = jax.tree.map(operator.itemgetter(slice(int(starts[row]), None)), mine)
                 yield sequences[row], piece, result(writer, mine)
                 del writers[row]
                 if waiting:

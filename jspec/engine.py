@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jspec import sampling, trees
+from jspec import verify as rules
 from jspec.drafters.common import take
 from jspec.records import Record, logprobs, records, statistics
 from jspec.round import State, make_context, round, verify_forward
@@ -148,8 +149,12 @@ def absorb(
     missing = int(np.max(np.asarray(state.lengths) - 1 - np.asarray(state.cache.lengths)))
     if missing <= 0:
         return state
-    chunk = next((width for width in CHUNKS if missing <= width), CHUNKS[-1])
-    return _absorb(params, state, drafter, sampler, target=target, chunk=chunk)
+    return _absorb(params, state, drafter, sampler, target=target, chunk=chunk_width(missing))
+
+
+def chunk_width(missing: int) -> int:
+    """Width of the chunks in which ``missing`` tokens are absorbed: the prompt bucket."""
+    return next((width for width in CHUNKS if missing <= width), CHUNKS[-1])
 
 
 def bucket(length: int) -> int:
@@ -159,6 +164,21 @@ def bucket(length: int) -> int:
 
 def _padded(tokens: np.ndarray, width: int) -> np.ndarray:
     return np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+
+
+def _checked(
+    name: str, tokens: Array, lengths: Array, max_new_tokens: Array | int, least: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and new tokens of every row on the host, refused where they are out of range."""
+    width, lengths = tokens.shape[1], np.asarray(lengths, np.int32)
+    new = np.broadcast_to(np.asarray(max_new_tokens, np.int32), lengths.shape)
+    if lengths.min() < least or lengths.max() > width:
+        raise ValueError(
+            f"{name}: expected lengths in {least} .. {width}, got {lengths.min()} .. {lengths.max()}"
+        )
+    if new.min() < 0:
+        raise ValueError(f"max_new_tokens: expected numbers >= 0, got {new.min()}")
+    return lengths, new
 
 
 def start(
@@ -183,15 +203,7 @@ def start(
     Raises:
       ValueError: an empty prompt, or a request that does not fit into ``capacity``.
     """
-    lengths = np.asarray(prompt.lengths, np.int32)
-    new = np.broadcast_to(np.asarray(max_new_tokens, np.int32), lengths.shape)
-    if lengths.min() < 1 or lengths.max() > prompt.tokens.shape[1]:
-        raise ValueError(
-            f"prompt: expected lengths in 1 .. {prompt.tokens.shape[1]}, "
-            f"got {lengths.min()} .. {lengths.max()}"
-        )
-    if new.min() < 0:
-        raise ValueError(f"max_new_tokens: expected numbers >= 0, got {new.min()}")
+    lengths, new = _checked("prompt", prompt.tokens, prompt.lengths, max_new_tokens, least=1)
     needed = int((lengths + new).max())
     if capacity is None:
         capacity = min(bucket(needed), max(needed, target.config.context_length))
@@ -250,8 +262,7 @@ def append(
     max_new_tokens: Int[Array, " B"] | int,
 ) -> State:
     """The next turn: ``tokens`` follow what each row holds, only they are absorbed. Donates the state."""
-    count = np.asarray(lengths, np.int32)
-    new = np.broadcast_to(np.asarray(max_new_tokens, np.int32), count.shape)
+    count, new = _checked("tokens", tokens, lengths, max_new_tokens, least=0)
     capacity = state.tokens.shape[1]
     needed = int((np.asarray(state.lengths) + count + new).max())
     if needed > capacity:
@@ -344,6 +355,8 @@ def block_widths(drafter: Drafter, widths: tuple[int, ...] | None = None) -> tup
     full = drafter.method.width
     if widths is None:
         return (full,) if drafter.method.side or full == 1 else (1, full)
+    if drafter.method.side and set(widths) != {full}:
+        raise ValueError(f"widths: a drafter with side rows always runs all its {full} nodes, got {widths}")
     if any(not 1 <= width <= full for width in widths):
         raise ValueError(f"widths: expected numbers in 1 .. {full} (the draft's width), got {widths}")
     return tuple(sorted({*widths, full}))
@@ -366,13 +379,12 @@ def run(
     """Rounds until every row is finished, or ``max_rounds`` are done, or ``max_finished`` rows are finished.
 
     One jitted while_loop; the state is donated. No value of any argument but ``target``, the drafter's
-    method, ``widths`` and ``record`` makes it compile again.
+    method, ``widths`` and ``record`` makes it compile again; shapes do (the number and length of stop
+    sequences among them).
     """
-    if drafter.method.draws not in verify.draws:
-        raise ValueError(
-            f"verify: {verify.name} is right for {sorted(verify.draws)} drafts, "
-            f"but the drafter's are {drafter.method.draws}"
-        )
+    rules.resolve(drafter.method, verify)
+    if (record is None) != (not jax.tree.leaves(state.record)):
+        raise ValueError("record: expected the one that the state was started with, got another")
     largest = np.iinfo(np.int32).max
     return _run(
         params,

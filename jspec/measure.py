@@ -234,9 +234,8 @@ def decode(
 class Replay(NamedTuple):
     """What a chain drafter would have drafted at each new token of a known greedy text."""
 
-    accepted: (
-        np.ndarray
-    )  # of the draft that begins at new token i: how many tokens are right, up to a wrong one
+    # Entry i is about the draft that begins at new token i.
+    accepted: np.ndarray  # how many of its tokens are right, up to a wrong one
     proposed: np.ndarray  # how many there are
 
     def cost(self, length: int, curve: CostCurve) -> float:

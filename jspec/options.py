@@ -212,13 +212,7 @@ def resolve(
     presence = number("presence_penalty", 0.0, math.isfinite, "a finite number")
     frequency = number("frequency_penalty", 0.0, math.isfinite, "a finite number")
     penalized = (repetition != 1).any() or (presence != 0).any() or (frequency != 0).any()
-    seeds = one_each(
-        "seed",
-        options.get("seed", 0),
-        prompts,
-        lambda s: _is_whole(s) and s < 2**32,
-        "a whole number in 0 .. 2**32 - 1",
-    )
+    seeds = one_each("seed", options.get("seed", 0), prompts, _is_seed, "a whole number in 0 .. 2**32 - 1")
     strings, sequences = _stops(options.get("stop", ()), vocab, special_id)
     least = spread(whole_each("min_new_tokens", options.get("min_new_tokens", 0), prompts), np.int32)
     if least.any() and any(len(sequence) > 1 for sequence in sequences):

@@ -93,7 +93,7 @@ def verify_forward(
         if draft.side is not None:
             block = _with_side(block, draft.side)
         out = context.target.extend(context.params, context.cache, block, taps=taps)
-        return out._replace(logits=context.target.head(context.params, out.hidden))
+        return out._replace(logits=context.target.head(context.params, out.hidden[:, :width]))
 
     if len(widths) == 1:
         return forward(widths[0])
@@ -157,8 +157,8 @@ def round(
     draft = draft._replace(valid=draft.valid & useful)
 
     forward = verify_forward(context, draft, ancestor_mask, method.taps, widths)
-    assert forward.logits is not None
-    logits = forward.logits[:, : method.width]
+    logits = forward.logits
+    assert logits is not None
     verdict = verify.rule(
         sampler, state.history, logits, draft, method.depth, sampling.fold(keys, VERIFY_STREAM)
     )

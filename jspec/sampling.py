@@ -60,27 +60,35 @@ def argmax(values: Float[Array, "... V"]) -> Int[Array, ...]:
 LANES = 128  # of a block of `draw`
 
 
+def _invert(u: Float[Array, " B"], masses: Float[Array, "B K"]) -> Int[Array, " B"]:
+    """An index in proportion to ``masses``: where their running sum passes the share u in [0, 1) of it.
+
+    Only an index of positive mass is ever found. The sum alone would not see to that: it is computed in
+    parallel, and rounding can make it grow, or fall, where a mass is 0.
+    """
+    index = jnp.arange(masses.shape[1], dtype=jnp.int32)[None]
+    sums = jnp.cumsum(masses, axis=1)
+    target = u * sums[:, -1]
+    beyond = (masses > 0) & (sums > target[:, None])
+    last = jnp.where(masses > 0, index, 0).max(1)
+    return jnp.where(beyond, index, last[:, None]).min(1)
+
+
 def draw(keys: Keys, law: Float[Array, "B V"]) -> Int[Array, " B"]:
     """A token from each row's law; a token of probability 0 never comes out.
 
-    The inverse of the distribution function at one uniform number a row, in two steps: first the block of
-    `LANES` tokens, then the token in it. One pass over [B, V], where Gumbel noise would need V random
-    numbers; and a one-hot law (greedy) gives its token whatever the number is.
+    First a block of `LANES` tokens is drawn, then a token of it, with a uniform number each: one number of
+    23 bits for all would round the probabilities of a large vocabulary to multiples of 1e-7. One pass over
+    [B, V], where Gumbel noise would need V random numbers; and a one-hot law (greedy) gives its token
+    whatever the numbers are.
     """
     batch, width = law.shape
     lanes = min(LANES, width)
     blocks = jnp.pad(law, ((0, 0), (0, -width % lanes))).reshape(batch, -1, lanes)
-    edges = jnp.cumsum(blocks.sum(-1), axis=1)
-    # u < 1 and the comparisons are strict: the block and the token found are where the sum grows.
-    target = jax.vmap(jax.random.uniform)(keys) * edges[:, -1]
-    block = jnp.minimum((edges <= target[:, None]).sum(1, dtype=jnp.int32), edges.shape[1] - 1)
-    before = jnp.take_along_axis(edges, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0]
-    before = jnp.where(block > 0, before, 0)
+    u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+    block = _invert(u[:, 0], blocks.sum(-1))
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    lane = (jnp.cumsum(inside, axis=1) <= (target - before)[:, None]).sum(1, dtype=jnp.int32)
-    # The two sums of a block may differ in their last bit: never run past its last possible token.
-    last = jnp.where(inside > 0, jnp.arange(lanes, dtype=jnp.int32)[None], 0).max(1)
-    return block * lanes + jnp.minimum(lane, last)
+    return block * lanes + _invert(u[:, 1], inside)
 
 
 def normalize(weights: Float[Array, "B V"], fallback: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -113,7 +121,7 @@ def _no_push(history: tuple[()], token: Int[Array, " B"]) -> tuple[()]:
 
 
 def stateless(function: Callable[[Float[Array, "B V"]], Float[Array, "B V"]]) -> Processor:
-    """A processor from ``logits -> logits``.
+    """A processor from ``logits -> logits``. Make it once: a new function is a new program to compile.
 
     >>> double = stateless(lambda logits: 2 * logits)
     >>> double.apply((), jnp.array([[1.0, 2.0]])).tolist()

@@ -14,10 +14,23 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from safetensors.numpy import save_file
 
+from jspec import sampling, trees
 from jspec.drafters.common import chain, no_update, root, take
 from jspec.models.decoder import DecoderConfig, Params, init_params, language_model
 from jspec.models.rotary import Rotary
-from jspec.types import Block, Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, PyTree
+from jspec.types import (
+    Block,
+    Context,
+    Draft,
+    Drafter,
+    Draws,
+    Forward,
+    Keys,
+    LanguageModel,
+    Method,
+    Prompt,
+    PyTree,
+)
 
 # --- a language model with a known law ---------------------------------------------------------------
 
@@ -115,6 +128,43 @@ def scripted(script: Sequence[int] | np.ndarray, num_tokens: int = 4) -> Drafter
     3
     """
     return Drafter(jnp.atleast_2d(jnp.asarray(script, jnp.int32)), _scripted(num_tokens))
+
+
+@functools.cache
+def _sampled_tree(template: trees.Template, distinct: bool) -> Method:
+    def init(params: Array, prompt: Prompt, capacity: int, target: LanguageModel) -> tuple[()]:
+        return ()
+
+    def propose(params: Array, state: tuple[()], context: Context, keys: Keys) -> tuple[Draft, tuple[()]]:
+        batch = context.lengths.shape[0]
+        tokens, laws, left = [root(context)], [], []
+        for node in range(template.width):
+            if node > 0:
+                parent = template.parents[node]
+                token = sampling.draw(sampling.fold(keys, node), left[parent])
+                if distinct:
+                    drawn = jnp.arange(params.shape[1], dtype=jnp.int32)[None] == token[:, None]
+                    rest = jnp.where(drawn, 0, left[parent])
+                    left[parent] = sampling.normalize(rest, laws[parent])
+                tokens.append(token)
+            laws.append(params[tokens[node]])
+            left.append(laws[node])
+        parents = jnp.broadcast_to(jnp.asarray(template.parents, jnp.int32)[None], (batch, template.width))
+        valid = jnp.ones((batch, template.width), bool)
+        return Draft(jnp.stack(tokens, 1), parents, valid, jnp.stack(laws, 1)), state
+
+    draws: Draws = "distinct" if distinct else "iid"
+    return Method(init, propose, no_update, template.width, template.depth, draws=draws)
+
+
+def sampled_tree(law: np.ndarray, template: trees.Template, *, distinct: bool) -> Drafter:
+    """A tree whose children are drawn from ``law[parent's token]`` ([V, V], rows sum to 1), each on its own
+    (i.i.d.) or without replacement. Lossless in law with the rules that take such drafts.
+
+    >>> sampled_tree(np.eye(2), trees.template(((0,), (1,))), distinct=False).method.draws
+    'iid'
+    """
+    return Drafter(jnp.asarray(law, jnp.float32), _sampled_tree(template, distinct))
 
 
 # --- random decoders in memory -----------------------------------------------------------------------

@@ -37,7 +37,7 @@ __all__ = [
 
 SEGMENT = 8  # rounds between two looks for stop strings; what a row emits beyond its stop is cut off
 
-DRAFTERS = ("suffix", "token_recycling", "lookahead", "jacobi", "early_exit", "auto")
+DRAFTERS = (*drafters.NAMED, "auto")
 
 
 # --- arguments --------------------------------------------------------------------------------------
@@ -77,21 +77,18 @@ def unknown_drafter(name: str) -> str:
 def named_drafter(name: str, model: Model, **arguments: Any) -> Drafter:
     """The drafter that ``name`` stands for with this target; ``arguments`` are its factory's.
 
-    "early_exit" drafts with the first quarter of the layers unless told otherwise; "auto" is
-    `auto.choose`.
+    "auto" is `auto.choose`.
 
     Raises:
       ValueError: an unknown name or argument.
     """
     if name not in DRAFTERS:
         raise ValueError(unknown_drafter(name))
-    factory = functools.partial(_automatic, model) if name == "auto" else getattr(drafters, name)
+    factory = functools.partial(_automatic, model) if name == "auto" else drafters.NAMED[name]
     known = list(inspect.signature(factory).parameters)
     for argument in arguments:
         if argument not in known:
             raise ValueError(f"{name}: expected arguments among {known}, got {argument!r}")
-    if name == "early_exit":
-        arguments = {"num_layers": max(1, model.lm.config.num_layers // 4), **arguments}
     return factory(**arguments)
 
 
@@ -179,14 +176,14 @@ def _prepare(
         special_id=None if model.tokenizer is None else model.tokenizer.special_id,
     )
     resolved = _as_drafter(drafter, model)
-    method = resolved.method
-    verify = rules.default(method, tree=method.width > method.depth + 1) if verify is None else verify
-    if method.draws not in verify.draws:
-        raise ValueError(
-            f"verify: {verify.name} is right for {sorted(verify.draws)} drafts, but the drafter's are "
-            f"{method.draws}"
-        )
-    return Batch(model, resolved, verify, options, engine.block_widths(resolved, widths), logprobs)
+    return Batch(
+        model,
+        resolved,
+        rules.resolve(resolved.method, verify),
+        options,
+        engine.block_widths(resolved, widths),
+        logprobs,
+    )
 
 
 # --- generate, stream, Session ----------------------------------------------------------------------
@@ -217,8 +214,8 @@ def generate(
     Args:
       model: see `load`.
       prompts: one or several strings or lists of token ids.
-      drafter: None: plain decoding; a name ("suffix", "token_recycling", "lookahead", "jacobi",
-        "early_exit", "auto"); a `Drafter` from `jspec.drafters`; a smaller `Model` of the same vocabulary.
+      drafter: None: plain decoding; a name (one of `drafters.NAMED`, or "auto"); a `Drafter` from
+        `jspec.drafters`; a smaller `Model` of the same vocabulary.
       verify: acceptance rule from `jspec.verify`; None: the best lossless one for the draft.
       max_new_tokens: one number, or one a prompt.
       chat: put each prompt into the checkpoint's chat template, with ``system`` before it if given.

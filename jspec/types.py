@@ -52,7 +52,7 @@ class Forward(NamedTuple):
     hidden: Float[Array, "B N E"]  # what `head` reads (after the final norm)
     taps: dict[int, Float[Array, "B N E"]]  # tap l: the input of layer l; l = num_layers: the last output
     rows: PyTree  # uncommitted keys and values of pending + block; every leaf [B, P+N, ...]
-    logits: Float[Array, "B N V"] | None = None  # of draft and side nodes, filled in by the engine
+    logits: Float[Array, "B N V"] | None = None  # of draft nodes only, filled in by the engine
 
 
 class LanguageModel(NamedTuple):

@@ -11,7 +11,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A random key that is used twice is an error (`fold_in` does not use a key up).
 jax.config.update("jax_debug_key_reuse", True)
-# Compilation is most of the run time; a second run, and the other process of a parallel one, read it from here.
+# Compilation is most of the run time; a second run, and the other process of a parallel one, read it here.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
 
 MISSING = {

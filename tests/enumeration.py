@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -310,10 +309,14 @@ def law_of_round(
 
     instance = _code(tokens[:, [i for i in range(1, tree.width) if tree.law[i] < 0]], size)
     emitted = [np.zeros((instance.max() + 1, size**k)) for k in range(depth + 2)]  # by number of tokens
-    for start in range(0, math.prod(outcomes), ROWS):
-        # The last chunk is filled up with repetitions of weight 0, so that all have one shape.
-        index = np.arange(start, start + ROWS)
-        inside = index < math.prod(outcomes)
+    # A run holds whole drafts, for all rounds of a draft must have been asked for the same coins; it is
+    # filled up with repetitions of weight 0, so that all runs have one shape.
+    rounds = len(coin_words) * len(draw_words)
+    drafts = ROWS // rounds
+    assert drafts > 0, "more outcomes of one draft than rows"
+    for first in range(0, len(words), drafts):
+        index = np.arange(first * rounds, first * rounds + ROWS)
+        inside = index < min(first + drafts, len(words)) * rounds
         row, coin, draw = np.unravel_index(np.where(inside, index, 0), outcomes)
         _recorder.start(coin_words[coin], draw_words[draw], np.where(inside, weights[row], 0))
         arrays = jax.tree.map(lambda x, row=row: jnp.asarray(x[row]), (logits, draft))
@@ -335,6 +338,7 @@ def law_of_round(
     for k in range(depth + 1, 0, -1):  # rest: p of the tokens from k on
         joint += emitted[k][:, _code(outputs[:, :k], size)] * rest
         rest = rest * target.law(outputs[:, : k - 1])[np.arange(len(outputs)), outputs[:, k - 1]]
+    assert np.abs(joint.sum(-1) - 1).max() < 1e-5, "the rounds enumerated are not all there are"
     length = np.sum([k * mass.sum(-1) for k, mass in enumerate(emitted)], axis=0)
     return Result(joint, rest, length)
 

@@ -9,7 +9,7 @@ import pytest
 from zoo import CASES, Tiny, draft, reference, target
 
 from jspec import drafters, engine, sampling, testing, verify
-from jspec.types import Drafter, Prompt, Verifier
+from jspec.types import Drafter, Prompt, PyTree, Verifier
 
 V = 11
 PROMPTS = [[3], [1, 4, 1, 5], [2, 6, 5, 3, 5, 2, 6]]
@@ -83,22 +83,29 @@ def test_greedy_equals_plain_decoding_and_rows_equal_rows_alone(name):
 
 
 def same_rows(a: engine.State, i: int, b: engine.State, j: int) -> None:
-    """Row i of a is row j of b, drafter state included; cache slots only where they are live."""
+    """Row i of a is row j of b: counters, text, history, and cache and drafter state where they are live."""
     for field in ("lengths", "limits", "starts", "finish", "rounds"):
         assert int(getattr(a, field)[i]) == int(getattr(b, field)[j])
+    assert text(a, i) == text(b, j)
+    same_tree(a.history, i, b.history, j)
+    same_tree(a.cache, i, b.cache, j)
+    same_tree(a.drafter_state, i, b.drafter_state, j)
+
+
+def same_tree(a: PyTree, i: int, b: PyTree, j: int) -> None:
+    """Row i of a is row j of b; of keys and values [B, K, S, h], the slots that hold something."""
 
     def compare(path: tuple, x: jax.Array, y: jax.Array) -> None:
         x, y = np.asarray(x[i]), np.asarray(y[j])
         if np.issubdtype(x.dtype, np.integer):
             np.testing.assert_array_equal(x, y, err_msg=str(path))
-        elif x.ndim == 3:  # [K, S, h]
-            owner = lengths_beside(a.drafter_state, path)
-            live = int(owner[i])
+        elif x.ndim == 3:
+            live = int(lengths_beside(a, path)[i])
             np.testing.assert_allclose(x[:, :live], y[:, :live], atol=1e-4, err_msg=str(path))
         else:
             np.testing.assert_allclose(x, y, atol=1e-4, err_msg=str(path))
 
-    jax.tree_util.tree_map_with_path(compare, a.drafter_state, b.drafter_state)
+    jax.tree_util.tree_map_with_path(compare, a, b)
 
 
 def lengths_beside(tree: object, path: tuple) -> jax.Array:
@@ -164,7 +171,7 @@ def test_exactly_the_asked_number_of_tokens(new):
 
 
 def test_statistics_count_drafts_and_not_the_bonus():
-    """A script that is right for 0, 1, 2 and 4 tokens of 4, with the last round cut by the budget (JB-43)."""
+    """A script that is right for 0, 1, 2 and 4 tokens of 4, with the last round cut by the budget."""
     model = target(V)
     whole = reference(model, PROMPTS[1], 11)
     script = np.array(whole)
@@ -215,8 +222,7 @@ def test_log_probabilities_equal_teacher_forced_scores():
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_second_turn_equals_a_fresh_start(name):
-    """After `append` tokens, rounds and drafter state are those of a prompt that holds the first turn."""
+def test_a_second_turn_equals_decoding_the_whole_conversation(name):
     model = target(V)
     drafter, rule = build(name)
     options = dict(target=model.lm, drafter=drafter, sampler=sampling.greedy(1))
@@ -232,6 +238,63 @@ def test_a_second_turn_equals_a_fresh_start(name):
     assert int(state.cache.lengths[0]) == len(first) + 2
     state = engine.run(model.params, state, **run)
     assert text(state, 0) == reference(model, first + more, 8)
+
+
+@pytest.mark.parametrize("new", range(1, 8))
+def test_a_draft_model_reads_a_second_turn_from_where_it_stands(new):
+    """Its cache lags behind the target's after a whole acceptance and after a round without a draft."""
+    model = target(V)
+    drafter = drafters.model(model, 3)  # always right
+    options = dict(target=model.lm, drafter=drafter, sampler=sampling.greedy(1))
+    keys, more = sampling.row_keys(jnp.array([3])), [7, 8, 9]
+    turn = dict(max_new_tokens=8, **options)
+    state = engine.start(model.params, batch([PROMPTS[1]]), keys, max_new_tokens=new, capacity=40, **options)
+    state = engine.run(model.params, state, verify=verify.block(), stops=engine.no_stops(), **options)
+    first = text(state, 0)
+    state = engine.append(model.params, state, np.array([more]), np.array([3]), keys, **turn)
+    fresh = engine.start(model.params, batch([first + more]), keys, capacity=40, **turn)
+    same_tree(state.cache, 0, fresh.cache, 0)
+    same_tree(state.drafter_state.cache, 0, fresh.drafter_state.cache, 0)
+
+
+def test_a_draft_model_with_fewer_positions_than_the_target():
+    """It drafts as far as it can, and the row goes on plainly; a shorter row beside it drafts on."""
+    model = target(V)
+    settings = dict(seed=1, vocab_size=V, rotary=None, bounded=True)
+    small = Tiny(*testing.tiny_decoder(**settings, context_length=12))
+    prompt = batch(PROMPTS[:1] + PROMPTS[2:])
+    state = engine.generate(
+        model.params,
+        prompt,
+        sampling.row_keys(jnp.arange(2)),
+        target=model.lm,
+        drafter=drafters.model(small, 3),
+        verify=verify.block(),
+        max_new_tokens=20,
+        record=engine.statistics,
+    )
+    for row, tokens in enumerate((PROMPTS[0], PROMPTS[2])):
+        assert text(state, row) == reference(model, tokens, 20)
+        proposed = np.asarray(state.record.proposed)[row]
+        assert proposed[: int(state.lengths[row])].max() == 3
+        assert proposed[16:].max() == 0  # the last root it can read is at place 11, its last draft at 14
+
+
+@pytest.mark.parametrize("draft_width", [V - 3, V + 5])
+def test_a_draft_model_with_another_padding_of_the_vocabulary(draft_width):
+    model = target(V)
+    other = Tiny(*testing.tiny_decoder(seed=2, vocab_size=draft_width))
+    state = engine.generate(
+        model.params,
+        batch(PROMPTS),
+        sampling.row_keys(jnp.arange(3)),
+        target=model.lm,
+        drafter=drafters.model(other, 3),
+        verify=verify.block(),
+        max_new_tokens=9,
+    )
+    for row, tokens in enumerate(PROMPTS):
+        assert text(state, row) == reference(model, tokens, 9)
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -265,7 +328,7 @@ def test_a_refilled_row_equals_a_fresh_one(name):
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_chunks_of_the_prompt_do_not_matter(name, monkeypatch):
-    """The state before the first round is the same for every way of cutting the prompt (JB-31)."""
+    """The state before the first round is the same for every way of cutting the prompt."""
     model = target(V)
     drafter, _ = build(name)
     prompt = np.random.default_rng(0).integers(0, V, (2, 23))
@@ -418,3 +481,5 @@ def test_refusals():
         )
     with pytest.raises(ValueError, match=r"widths: expected numbers in 1 \.\. 5"):
         generate("suffix", [PROMPTS[0]], [2], [0], widths=(1, 9))
+    with pytest.raises(ValueError, match="widths: a drafter with side rows always runs all its 5 nodes"):
+        generate("lookahead", [PROMPTS[0]], [2], [0], widths=(1,))

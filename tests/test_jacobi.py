@@ -17,8 +17,16 @@ TARGET = testing.table_lm(np.eye(V))[0]
 LOOKAHEAD, JACOBI = lookahead(W, N, G), jacobi(3)
 
 
+def read_off(params, hidden):
+    """The head of a target whose hidden states are its logits."""
+    return hidden
+
+
+HEAD = TARGET._replace(head=read_off)
+
+
 def context_of(tokens, lengths):
-    return Context(tokens, lengths, jnp.full_like(lengths, 99), (), *[None] * 4)
+    return Context(tokens, lengths, jnp.full_like(lengths, 99), (), None, HEAD, None, None)
 
 
 @functools.partial(jax.jit, static_argnames="method")
@@ -28,7 +36,10 @@ def propose(state, tokens, lengths, *, method):
 
 @functools.partial(jax.jit, static_argnames="method")
 def update(state, tokens, lengths, draft, verdict, logits, *, method):
-    forward = Forward(jnp.zeros((*draft.tokens.shape, 1)), {}, (), logits)
+    """``logits`` of the draft's nodes and of its side rows."""
+    hidden = jnp.zeros((*draft.tokens.shape, 1)) if logits is None else logits
+    nodes = None if logits is None else logits[:, : draft.tokens.shape[1]]
+    forward = Forward(hidden, {}, (), nodes)
     return method.update((), state, context_of(tokens, lengths), draft, verdict, forward)
 
 

@@ -182,7 +182,7 @@ def test_presets_equal_their_originals(name, alphabet):
 
 
 def test_three_occurrences_with_three_continuations():
-    """JB-37: 1 2 occurs three times; the last time it is the text's own end."""
+    """: 1 2 occurs three times; the last time it is the text's own end."""
     assert chains(propose(suffix(3), [JB37])) == [[3, 8, 1]]
     assert chains(propose(suffix(3, Lookup(earliest=True)), [JB37])) == [[3, 9, 1]]
     assert chains(propose(suffix(2, "transformers"), [JB37])) == [[3, 9]]

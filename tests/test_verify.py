@@ -362,6 +362,19 @@ def test_typical_keeps_the_longest_path_and_the_likelier_on_ties():
         assert verdict.path[row, : int(verdict.num_emitted[row])].tolist() == path
 
 
+def test_typical_is_looser_where_the_target_is_unsure():
+    """Over 8 tokens of much the same probability a token of 0.05 passes; beside a sure one it does not."""
+    unsure, sure = np.array([0.2, 0.05, *[0.125] * 6]), np.array([0.94, 0.05, *[0.01 / 6] * 6])
+    draft = Draft(jnp.array([[0, 1]] * 2), trees.chain_parents(2, 2), jnp.ones((2, 2), bool))
+    logits = jnp.asarray(np.log(np.stack([unsure, sure])), jnp.float32)[:, None].repeat(2, axis=1)
+    sampler = sampling.sampler(sampling.Settings(jnp.ones(2)))
+    keys = sampling.row_keys(jnp.arange(2))
+    assert run(verify.typical(), sampler, (), logits, draft, keys, depth=1).num_accepted.tolist() == [1, 0]
+    # 0.05 lies between 0.3 exp(-H) = 0.039 and epsilon = 0.09.
+    strict = run(verify.typical(0.09, 0.9), sampler, (), logits, draft, keys, depth=1)
+    assert strict.num_accepted.tolist() == [0, 0]
+
+
 WRONG = [
     ("with_replacement", "distinct"),
     ("with_replacement", "mixed"),
@@ -614,7 +627,7 @@ def test_default():
         ("distinct", True, "tree"),
         ("mixed", True, "tree"),
     ):
-        verifier = verify.default(method._replace(draws=draws), tree)
+        verifier = verify.default(method._replace(draws=draws, width=9 if tree else 4))
         assert (verifier.name, verifier.lossless, draws in verifier.draws) == (name, True, True)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import drafters, testing, verify
+from jspec import drafters, testing, trees, verify
 from jspec.types import Drafter, LanguageModel, Prompt, PyTree, Verifier
 
 
@@ -49,6 +49,18 @@ def stranger(vocab_size: int) -> Tiny:
     return Tiny(*testing.tiny_decoder(seed=7, vocab_size=vocab_size, num_layers=1, width=16))
 
 
+def law(vocab_size: int) -> np.ndarray:
+    """A drafter's law of the next token, by the last one."""
+    return np.random.default_rng(3).dirichlet(np.ones(vocab_size), vocab_size).astype(np.float32)
+
+
+BINARY = trees.template(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+
+
+def sampled(*, distinct: bool) -> Callable[[Tiny, Tiny], Drafter]:
+    return lambda t, d: testing.sampled_tree(law(t.lm.config.vocab_size), BINARY, distinct=distinct)
+
+
 CASES: dict[str, Case] = {
     "plain": Case(lambda t, d: drafters.plain(), verify.target_only),
     "scripted": Case(lambda t, d: testing.scripted([1, 2, 3, 0, 1, 2, 3, 0] * 8, 3), verify.target_only),
@@ -74,6 +86,10 @@ CASES: dict[str, Case] = {
     "suffix tree/tree": Case(lambda t, d: drafters.suffix(4, num_nodes=8), verify.tree),
     "heuristic(suffix)": Case(lambda t, d: drafters.heuristic(drafters.suffix(4), 2), verify.target_only),
     "token_recycling": Case(lambda t, d: drafters.token_recycling(10, k=3), verify.target_only),
+    "iid tree/tree": Case(sampled(distinct=False), verify.tree),
+    "iid tree/with_replacement": Case(sampled(distinct=False), verify.with_replacement),
+    "iid tree/kseq": Case(sampled(distinct=False), verify.kseq),
+    "distinct tree/tree": Case(sampled(distinct=True), verify.tree),
     "lookahead": Case(lambda t, d: drafters.lookahead(window=3, ngram=3, guesses=2), verify.target_only),
     "jacobi": Case(lambda t, d: drafters.jacobi(3), verify.target_only),
 }

@@ -9,7 +9,13 @@ from jspec.drafters.recycling import token_recycling
 from jspec.drafters.self import early_exit
 from jspec.drafters.suffix import suffix
 
+#: Methods that need no weights of their own, hence work with any target by name alone.
+NAMED = {
+    factory.__name__: factory for factory in (suffix, token_recycling, lookahead, jacobi, early_exit, plain)
+}
+
 __all__ = [
+    "NAMED",
     "confidence",
     "early_exit",
     "entropy_bound",

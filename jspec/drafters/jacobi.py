@@ -13,8 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
+from jspec import sampling
 from jspec.drafters.common import (
     chain,
     merge_branches,
@@ -22,15 +23,9 @@ from jspec.drafters.common import (
     read_rows,
     root,
     take,
-    top_k,
     write_rows,
 )
 from jspec.types import Block, Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, Verdict
-
-
-def _best(logits: Float[Array, "B N V"]) -> Int[Array, "B N"]:
-    return top_k(logits, 1)[1][..., 0]
-
 
 # --- Jacobi -------------------------------------------------------------------------------------------
 
@@ -57,7 +52,7 @@ def _jacobi(num_tokens: int) -> Method:
         if forward.logits is None:
             return guesses
         width = draft.tokens.shape[1]
-        predicted = _best(forward.logits[:, :width])
+        predicted = sampling.argmax(forward.logits)
         # The last emitted token follows node `path[num_emitted - 1]`; guesses are what was predicted after
         # the nodes behind it, and the last prediction again where these run out.
         node = take(verdict.path, verdict.num_emitted[:, None] - 1) + 1 + jnp.arange(num_tokens)[None]
@@ -176,7 +171,7 @@ def _lookahead(window: int, ngram: int, guesses: int) -> Method:
         if draft.side is None:  # another drafter's round, in which the window did not run
             return state
         active = verdict.num_emitted > 0
-        newest = _best(forward.logits[:, -window:])
+        newest = sampling.argmax(context.target.head(context.params, forward.hidden[:, -window:]))
         first = state.window.at[:, 0, 0].set(root(context))
         full = jnp.concatenate([first, newest[:, None]], axis=1)
         # Before that age the columns hold the prompt's tokens, and spell no n-gram of the target's.

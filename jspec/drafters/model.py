@@ -78,7 +78,8 @@ def read(
 def _method(model: LanguageModel, num_tokens: int, sample: bool) -> Method:
     def init(params: ModelParams, prompt: Prompt, capacity: int, target: LanguageModel) -> ModelState:
         batch = prompt.lengths.shape[0]
-        cache = model.start(params.weights, prompt, capacity)
+        # A model with fewer positions than the target reads what it can, and drafts no further.
+        cache = model.start(params.weights, prompt, min(capacity, model.config.context_length))
         return ModelState(cache, jnp.full((batch, num_tokens), -1, jnp.int32))
 
     def propose(
@@ -118,12 +119,12 @@ def _method(model: LanguageModel, num_tokens: int, sample: bool) -> Method:
         verdict: Verdict,
         forward: Forward,
     ) -> ModelState:
-        if forward.logits is None:  # the prompt: read the chunk
-            block = Block(
-                draft.tokens, state.cache.lengths[:, None] + jnp.arange(draft.tokens.shape[1])[None]
-            )
-            rows = model.extend(params.weights, state.cache, block).rows
-            return state._replace(cache=model.commit(state.cache, rows, verdict.path, verdict.num_emitted))
+        if forward.logits is None:  # a prompt or a next turn: what the last round left behind, then the chunk
+            upto = jnp.where(verdict.num_emitted > 0, context.lengths - 1, state.cache.lengths)
+            cache = read(model, params.weights, state.cache, context.tokens, upto)
+            slots = cache.lengths[:, None] + jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
+            rows = model.extend(params.weights, cache, Block(draft.tokens, slots)).rows
+            return state._replace(cache=model.commit(cache, rows, verdict.path, verdict.num_emitted))
         # Keep what is a prefix of the emitted text, whoever drafted it, and never the new root.
         width = min(num_tokens, verdict.tokens.shape[1])
         depth = jnp.arange(width)[None]

@@ -21,14 +21,15 @@ class EarlyExitParams(NamedTuple):
 
 
 @functools.cache
-def _early_exit(num_layers: int, num_tokens: int, sample: bool) -> Method:
+def _early_exit(num_layers: int | None, num_tokens: int, sample: bool) -> Method:
     def init(params: EarlyExitParams, prompt: Prompt, capacity: int, target: LanguageModel) -> tuple[()]:
         return ()
 
     def propose(
         params: EarlyExitParams, state: tuple[()], context: Context, keys: Keys
     ) -> tuple[Draft, tuple[()]]:
-        early = context.target.truncate(num_layers)
+        layers = max(1, context.target.config.num_layers // 4) if num_layers is None else num_layers
+        early = context.target.truncate(layers)
 
         def extend(token: Int[Array, " B"], t: Int[Array, ""], pending: PyTree, mask: Array | None) -> tuple:
             block = Block(token[:, None], (context.lengths - 1 + t)[:, None], mask)
@@ -60,18 +61,26 @@ def _early_exit(num_layers: int, num_tokens: int, sample: bool) -> Method:
 
 
 def early_exit(
-    num_layers: int, num_tokens: int = 3, *, sample: bool = True, proceed: Continue | None = None
+    num_layers: int | None = None,
+    num_tokens: int = 3,
+    *,
+    sample: bool = True,
+    proceed: Continue | None = None,
 ) -> Drafter:
-    """Draft with the target's first ``num_layers`` layers, its final norm and its head, on its own cache.
+    """Draft with the target's first layers, its final norm and its head, on its own cache.
 
     Lossless in law with any lossless rule. No weights, no state: drafted rows are pending rows of the
     target's forward and are never committed (self-speculation as in LayerSkip, arXiv 2404.16710, section 4.3;
     there the target is trained for early exits, and without that acceptance is low).
 
+    Args:
+      num_layers: None: a quarter of the target's.
+      num_tokens: the longest draft.
+      sample, proceed: as for `model`.
     Raises:
       ValueError: ``num_layers`` or ``num_tokens`` < 1; more layers than the target has (when first run).
     """
     for name, value in (("num_layers", num_layers), ("num_tokens", num_tokens)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{name}: expected a number >= 1, got {value}")
     return Drafter(EarlyExitParams(proceed), _early_exit(num_layers, num_tokens, sample))

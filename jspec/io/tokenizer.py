@@ -347,7 +347,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
-            declared = json.loads((folder / name).read_text()).get("eos_token_id")
+            declared = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
             ids |= set(declared) if isinstance(declared, list) else {declared}
     return tuple(sorted(i for i in ids if i is not None))
 

@@ -6,7 +6,7 @@ rule               draft     exactness                      coins
 `token`            chain     lossless in law                one a drafted token
 `block`            chain     lossless in law                one a drafted token
 `tree`             any       lossless in law                one a visited sibling
-`with_replacement` iid       lossless in law                one a visited sibling
+`with_replacement` chosen, iid lossless in law              one a visited sibling
 `kseq`             iid       lossless in law                one a visited sibling
 `target_only`      any       lossless in law                none; one draw a level
 `lenience`         any       lossy                          one a visited sibling
@@ -31,6 +31,7 @@ __all__ = [
     "default",
     "kseq",
     "lenience",
+    "resolve",
     "rollback",
     "synthetic",
     "target_only",
@@ -41,23 +42,33 @@ __all__ = [
     "with_replacement",
 ]
 
-_DRAWN = {False: block, True: tree}
 
-
-def default(method: Method, tree: bool) -> Verifier:
-    """The lossless rule that accepts most of what ``method`` drafts.
-
-    Args:
-        method: the drafting method, for how its children are drawn.
-        tree: whether its drafts may be anything but chains.
-
-    Returns:
-        `target_only` for chosen children, else `block` for chains and `tree` for trees.
+def default(method: Method) -> Verifier:
+    """The lossless rule that accepts most of what ``method`` drafts: `target_only` for chosen children, else
+    `block` for chains and `tree` for trees.
 
     Example:
         >>> from jspec.types import Method
         >>> model = Method(None, None, None, width=6, depth=5, draws="iid")
-        >>> default(model, tree=False).name, default(model._replace(width=24), tree=True).name
+        >>> default(model).name, default(model._replace(width=24)).name
         ('block', 'tree')
     """
-    return target_only() if method.draws == "chosen" else _DRAWN[tree]()
+    if method.draws == "chosen":
+        return target_only()
+    return block() if method.width == method.depth + 1 else tree()
+
+
+def resolve(method: Method, rule: Verifier | None = None) -> Verifier:
+    """``rule``, or the `default` for ``method``.
+
+    Raises:
+        ValueError: the rule is not right for how ``method`` draws its children.
+    """
+    if rule is None:
+        return default(method)
+    if method.draws not in rule.draws:
+        raise ValueError(
+            f"verify: {rule.name} is right for {sorted(rule.draws)} drafts, "
+            f"but the drafter's are {method.draws}"
+        )
+    return rule

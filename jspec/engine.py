@@ -170,15 +170,15 @@ def _checked(
     name: str, tokens: Array, lengths: Array, max_new_tokens: Array | int, least: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lengths and new tokens of every row on the host, refused where they are out of range."""
-    width, lengths = tokens.shape[1], np.asarray(lengths, np.int32)
-    new = np.broadcast_to(np.asarray(max_new_tokens, np.int32), lengths.shape)
-    if lengths.min() < least or lengths.max() > width:
+    width, count = tokens.shape[1], np.asarray(lengths, np.int32)
+    new = np.broadcast_to(np.asarray(max_new_tokens, np.int32), count.shape)
+    if count.min() < least or count.max() > width:
         raise ValueError(
-            f"{name}: expected lengths in {least} .. {width}, got {lengths.min()} .. {lengths.max()}"
+            f"{name}: expected lengths in {least} .. {width}, got {count.min()} .. {count.max()}"
         )
     if new.min() < 0:
         raise ValueError(f"max_new_tokens: expected numbers >= 0, got {new.min()}")
-    return lengths, new
+    return count, new
 
 
 def start(

@@ -378,7 +378,7 @@ def test_a_model_or_a_name_as_drafter(tiny):
     assert same(plain, generate(tiny, PROMPTS, drafter=decoder(seed=3, logits=280), max_new_tokens=12))
     assert text.named_drafter("early_exit", tiny, num_tokens=2).method.width == 3
     for name in text.DRAFTERS[:-1]:  # "auto" measures
-        assert text.named_drafter(name, tiny).method.width > 1
+        assert text.named_drafter(name, tiny).method.width > 1 or name == "plain"
     with pytest.raises(ValueError, match=r"early_exit: expected arguments among .*'num_layers'.*'depth'"):
         text.named_drafter("early_exit", tiny, depth=2)
 

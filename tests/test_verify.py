@@ -146,11 +146,12 @@ def test_lossless_rules_give_the_target_law_full(name, kind, size):
     shapes = TREES | {"3, then 1 each": (-1, 0, 0, 0, 1, 2, 3), "2, 2, 2": (-1, 0, 0, 1, 1, 3, 3)}
     if LOSSLESS[name].chain:
         shapes = {f"chain of {depth}": chain(depth) for depth in (1, 2, 3, 4, 6)}
-    cases = itertools.product(shapes, KINDS[kind], range(2), (0.0, 0.4))
-    for seed, (shape, variant, _, zeros) in enumerate(cases):
-        target, q = laws(100 + seed, zeros, size, depth=6)
-        result = judge(name, KINDS[kind][variant](shapes[shape], q), target)
-        assert result.error < EXACT, (shape, variant, seed)
+    cases = itertools.product(shapes, KINDS[kind], range(4 - size // 2))
+    for seed, (shape, variant, _) in enumerate(cases):
+        target, q = laws(100 + seed, 0.4 * (seed % 2), size, depth=6)
+        tree = KINDS[kind][variant](shapes[shape], q)
+        if size ** (tree.law.count(-1) + tree.depth) < 1 << 22:  # numbers in the joint law of all instances
+            assert judge(name, tree, target).error < EXACT, (shape, variant, seed)
 
 
 def nudged(law: enum.Law, ulps: int) -> enum.Law:

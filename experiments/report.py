@@ -122,10 +122,11 @@ def verdict(speedup: Speed) -> str:
 
     >>> verdict(Speed(0.8, 0.7, 0.9)), verdict(Speed(1.2, 1.1, 1.3)), verdict(Speed(1.02, 0.98, 1.1))
     (' slower', '', ' ~')
+    >>> verdict(Speed(0.95, 0.9, 1.1))
+    ' slower ~'
     """
-    if speedup.median < 1:
-        return " slower"
-    return " ~" if speedup.low < 1 < speedup.high else ""
+    slower = " slower" if speedup.median < 1 else ""
+    return slower + (" ~" if speedup.low < 1 < speedup.high else "")
 
 
 def cells(line: Line) -> tuple[str, ...]:
@@ -153,8 +154,8 @@ def cells(line: Line) -> tuple[str, ...]:
 LEGEND = """\
 * Every row decodes every prompt in every repeat, in turn with plain decoding on the same prompt. Speeds are
   new tokens per second, median (least-greatest) of the repeats; a speed-up is the ratio of one repeat.
-  "slower": the median is below plain decoding; "~": the repeats disagree. Without "with prompt" the time
-  starts when the prompt has been read. Compilation is never timed.
+  "slower": the median is below plain decoding; "~": the repeats disagree on which is faster. Without "with
+  prompt" the time starts when the prompt has been read. Compilation is never timed.
 * tau: tokens a round, the one of the target included. Accepted by position: share of all rounds in which the
   drafted token at that depth was accepted.
 * alpha: accepted over judged depths (a refused depth is judged, the depths behind it are not). c: the
@@ -162,7 +163,8 @@ LEGEND = """\
   target.
 * By Thm 3.8, predicted: Leviathan et al. (arXiv 2211.17192) with this alpha and c and each round's own draft
   length; it takes a forward over several tokens to cost as much as over one. By curve, predicted: tau over
-  the mean cost of the rounds, drafting plus t(n)/t(1) of the block widths they ran.
+  the mean cost of the rounds, drafting plus t(n)/t(1) of the block widths they ran. Both rest on costs that
+  were measured before the decoding, in loops of their own: on a busy machine they may not hold for it.
 * Equals plain: a prompt that differs counts as equal only if plain decoding's two best logits there are less
   than 0.001 apart."""
 

@@ -77,19 +77,12 @@ def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
                 check_vocabularies(model.vocabulary, drafter.params)
         else:
             drafter = named_drafter(row.drafter, model, **row.arguments)
-        rule = verify.resolve(drafter.method, None if row.verify is None else _rule(row.verify))
+        rule = verify.resolve(drafter.method, None if row.verify is None else verify.named(row.verify))
         return Setting(row.name, drafter, rule, engine.block_widths(drafter, row.widths), note)
     except (TypeError, ValueError) as error:
         raise ValueError(f"drafters: {row.name!r}: {error}") from None
     except KeyError as error:
         raise ValueError(f"drafters: {row.name!r}: the argument {error} is missing") from None
-
-
-def _rule(name: str) -> Verifier:
-    names = sorted(set(verify.__all__) - {"default", "resolve"})
-    if name not in names:
-        raise ValueError(f"verify: expected one of {', '.join(names)}, got {name!r}")
-    return getattr(verify, name)()
 
 
 def tokenize(

@@ -85,13 +85,14 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32") -> Model:
         config, params, folder = hf.load_hf(name_or_path, dtype)
         tokenizer = tokenizers.from_folder(folder)
         eos = tokenizers.end_ids(folder) if tokenizer is None else tokenizer.eos
+    real = config.vocab_size if tokenizer is None else min(len(tokenizer.vocabulary), config.vocab_size)
     return Model(
         lm=language_model(config),
         params=params,
         tokenizer=tokenizer,
-        eos=tuple(token for token in eos if token < config.vocab_size),
+        eos=tuple(token for token in eos if token < real),
         name=name if name == SMOLLM2 else path.name,
-        vocab_size=0 if tokenizer is None else min(len(tokenizer.vocabulary), config.vocab_size),
+        vocab_size=real,
     )
 
 

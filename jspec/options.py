@@ -46,12 +46,12 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | Sequence[int]  # a prompt's result depends on its own seed alone, not on its neighbours
 
 
-def reject_unknown(function: str, given: Sequence[str]) -> None:
-    """TypeError for a keyword that is no sampling option, with the nearest one that is."""
-    known = list(SamplingOptions.__annotations__)
+def reject_unknown(function: str, given: Sequence[str], own: Sequence[str]) -> None:
+    """TypeError for a keyword that is no sampling option, with the nearest one that is, or that is one of the
+    function's ``own``."""
     for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in SamplingOptions.__annotations__:
+            near = difflib.get_close_matches(name, [*SamplingOptions.__annotations__, *own], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
@@ -62,13 +62,15 @@ def one_each(name: str, value: Any, prompts: int, good: Callable[[Any], bool], e
     >>> one_each("top_k", 5, 2, lambda k: k >= 0, "a number >= 0")
     [5, 5]
     """
-    values = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * prompts
+    value = value.tolist() if hasattr(value, "tolist") else value
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * prompts
     if len(values) != prompts:
         raise ValueError(
             f"{name}: expected one value, or one for each of {prompts} prompts, got {len(values)}"
         )
     for entry in values:
-        if not isinstance(entry, (int, float, np.integer, np.floating)) or not good(entry):
+        number = isinstance(entry, (int, float, np.integer, np.floating)) and not isinstance(entry, bool)
+        if not number or not good(entry):
             raise ValueError(f"{name}: expected {expected}, got {entry!r}")
     return values
 
@@ -88,6 +90,7 @@ def whole_each(name: str, value: Any, prompts: int) -> np.ndarray:
 
 def _token_lists(name: str, value: Any, prompts: int, vocab: int) -> list[list[int]]:
     """One list of ids for all prompts, or one a prompt, as one a prompt."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, Sequence):
         raise ValueError(f"{name}: expected a list of token ids, got {value!r}")
     lists = [value] * prompts if all(isinstance(entry, (int, np.integer)) for entry in value) else list(value)
@@ -244,7 +247,9 @@ def _stops(
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     """Stop strings and stop token sequences."""
     strings, sequences = [], []
-    for entry in [stop] if isinstance(stop, str) else stop:
+    if not isinstance(stop, (str, Sequence, np.ndarray, type(None))):
+        raise ValueError(f"stop: expected strings or lists of token ids, got {stop!r}")
+    for entry in [stop] if isinstance(stop, str) else () if stop is None else stop:
         if isinstance(entry, (int, np.integer)):
             raise ValueError(f"stop: expected strings or lists of token ids, got the bare id {entry}")
         if len(entry) == 0:
@@ -293,8 +298,9 @@ def _check_something_left(options: Options) -> None:
     if not allowed.any(1).all():
         raise ValueError("allowed_tokens: expected at least one token that is not banned, got none")
     if options.min_new_tokens is not None:
-        allowed = allowed.copy()
-        allowed[:, list(options._enders())] = False
+        held = options.min_new_tokens > 0  # the sequences that may not end at once
+        allowed = np.array(np.broadcast_to(allowed, (len(held), options.width)))
+        allowed[np.ix_(np.flatnonzero(held), np.array(sorted(options._enders()), int))] = False
         if not allowed.any(1).all():
             raise ValueError("min_new_tokens: expected an allowed token that ends nothing, got none")
     if options.first is not None and not (allowed & options.first).any(1).all():

@@ -164,7 +164,8 @@ def round(
     )
     broken = ~jnp.isfinite(logits.max(-1))
     row = Row(state.tokens, state.lengths, state.limits, state.starts, state.finish)
-    verdict, tokens, finish = cut(stops, row, verdict, jnp.take_along_axis(broken, verdict.path, axis=1))
+    broken = jnp.take_along_axis(broken, verdict.path, axis=1) | (verdict.tokens < 0)
+    verdict, tokens, finish = cut(stops, row, verdict, broken)
     info = Info(draft, verdict, forward)
     new = State(
         tokens=tokens,

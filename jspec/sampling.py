@@ -80,15 +80,16 @@ def draw(keys: Keys, law: Float[Array, "B V"]) -> Int[Array, " B"]:
     First a block of `LANES` tokens is drawn, then a token of it, with a uniform number each: one number of
     23 bits for all would round the probabilities of a large vocabulary to multiples of 1e-7. One pass over
     [B, V], where Gumbel noise would need V random numbers; and a one-hot law (greedy) gives its token
-    whatever the numbers are.
+    whatever the numbers are. A law without mass (all 0, or NaN) gives -1, which the engine ends as `nan`.
     """
     batch, width = law.shape
     lanes = min(LANES, width)
     blocks = jnp.pad(law, ((0, 0), (0, -width % lanes))).reshape(batch, -1, lanes)
     u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
-    block = _invert(u[:, 0], blocks.sum(-1))
+    masses = blocks.sum(-1)
+    block = _invert(u[:, 0], masses)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * lanes + _invert(u[:, 1], inside)
+    return jnp.where((masses > 0).any(1), block * lanes + _invert(u[:, 1], inside), -1)
 
 
 def normalize(weights: Float[Array, "B V"], fallback: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -260,19 +261,20 @@ class Settings(NamedTuple):
 
 def law_from_logits(settings: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
     """Temperature, top-k, top-p, min-p. Greedy rows get a one-hot law; filters act on sampled rows only
-    and cost nothing when every row is greedy."""
+    and cost nothing when every row is greedy. A row without a possible token (NaN, or everything banned)
+    gets a law without mass, from which `draw` draws -1."""
     logits = logits.astype(jnp.float32)
     greedy = settings.temperature < GREEDY
 
     def one_hot(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        best = argmax(logits)
-        return (jnp.arange(logits.shape[-1], dtype=jnp.int32)[None] == best[:, None]).astype(jnp.float32)
+        best = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None] == argmax(logits)[:, None]
+        return (best & (logits.max(-1, keepdims=True) > NEG_INF)).astype(jnp.float32)
 
     def sampled(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        scaled = (logits - logits.max(-1, keepdims=True)) / jnp.where(greedy, 1, settings.temperature)[
-            :, None
-        ]
-        law = jax.nn.softmax(scaled, axis=-1)
+        top = logits.max(-1, keepdims=True)
+        # Logits of +inf leave no room for others, as the limit of large ones does.
+        shifted = jnp.where(top == jnp.inf, jnp.where(logits == top, 0, NEG_INF), logits - top)
+        law = jax.nn.softmax(shifted / jnp.where(greedy, 1, settings.temperature)[:, None], axis=-1)
         if settings.top_k is not None:
             k = jnp.where(settings.top_k > 0, settings.top_k, law.shape[-1])
             law = _keep(law, _threshold(law, lambda kept: (kept > 0).sum(-1) >= k))

@@ -49,8 +49,9 @@ def cut(
 ) -> tuple[Verdict, Int[Array, "B S"], Int[Array, " B"]]:
     """The verdict cut at the first NaN, end token, stop sequence or the budget; tokens and finish after it.
 
-    ``broken[b, d]`` says that the d-th token would come from logits that are not finite. Where several
-    ends fall on one token, the first of eos, stop, length is the reason; nothing is emitted from a NaN on.
+    ``broken[b, d]`` says that the d-th token would come from logits that are not finite, or from no law.
+    Where several ends fall on one token, the first of eos, stop, length is the reason; nothing is emitted
+    from a NaN on.
     """
     running = row.finish == RUNNING
     budget = jnp.where(running, row.limits - row.lengths, 0)

@@ -71,7 +71,10 @@ def unknown_drafter(name: str) -> str:
     """The message for a name that is none of `DRAFTERS`."""
     near = difflib.get_close_matches(name, DRAFTERS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"drafter: expected one of {', '.join(DRAFTERS)}, got {name!r}{hint}"
+    return (
+        f"drafter: expected one of {', '.join(DRAFTERS)}, none, or a smaller model of the same vocabulary, "
+        f"got {name!r}{hint}"
+    )
 
 
 def named_drafter(name: str, model: Model, **arguments: Any) -> Drafter:
@@ -140,11 +143,11 @@ def _capacity(
 ) -> int:
     """Slots for the longest request, which must fit into the model's positions and ``capacity``."""
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        for name, room in (("positions", model.context_length), ("capacity", capacity)):
+        for room, whose in ((model.context_length, f"{model.name} has"), (capacity, "capacity is")):
             if room is not None and len(prompt) + limit > room:
                 raise ValueError(
                     f"prompts[{i}]: {len(prompt)} tokens and max_new_tokens={limit} need "
-                    f"{len(prompt) + limit} positions, {model.name} with its {name} has {room}"
+                    f"{len(prompt) + limit} positions, {whose} {room}"
                 )
     if capacity is not None:
         return capacity
@@ -156,7 +159,7 @@ def _prepare(
     function: str,
     model: Model,
     drafter: Drafter | Model | str | None,
-    verify: Verifier | None,
+    verify: Verifier | str | None,
     widths: tuple[int, ...] | None,
     logprobs: bool,
     sampling: Mapping[str, Any],
@@ -165,7 +168,10 @@ def _prepare(
     samples: int,
 ) -> Batch:
     """Everything that can be refused is refused here, before anything compiles."""
-    reject_unknown(function, list(sampling))
+    own = (generate, stream, Session.__init__, Session.say)
+    reject_unknown(function, list(sampling), [name for f in own for name in inspect.signature(f).parameters])
+    if not isinstance(logprobs, bool):
+        raise ValueError(f"logprobs: expected True or False, got {logprobs!r}")
     options = resolve(
         sampling,  # type: ignore[arg-type]
         prompts=prompts,
@@ -179,7 +185,7 @@ def _prepare(
     return Batch(
         model,
         resolved,
-        rules.resolve(resolved.method, verify),
+        rules.resolve(resolved.method, rules.named(verify) if isinstance(verify, str) else verify),
         options,
         engine.block_widths(resolved, widths),
         logprobs,
@@ -194,7 +200,7 @@ def generate(
     prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
     *,
     drafter: Drafter | Model | str | None = None,
-    verify: Verifier | None = None,
+    verify: Verifier | str | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     chat: bool = False,
     system: str | None = None,
@@ -216,7 +222,7 @@ def generate(
       prompts: one or several strings or lists of token ids.
       drafter: None: plain decoding; a name (one of `drafters.NAMED`, or "auto"); a `Drafter` from
         `jspec.drafters`; a smaller `Model` of the same vocabulary.
-      verify: acceptance rule from `jspec.verify`; None: the best lossless one for the draft.
+      verify: acceptance rule from `jspec.verify`, or its name; None: the best lossless one for the draft.
       max_new_tokens: one number, or one a prompt.
       chat: put each prompt into the checkpoint's chat template, with ``system`` before it if given.
       num_samples: answers per prompt, each with a random stream of its own.
@@ -237,10 +243,9 @@ def generate(
     >>> generate(model, [[0], [1]], max_new_tokens=[4, 2]).tokens
     [[1, 2, 0, 1], [2, 0]]
     """
-    if num_samples < 1 or (batch_size is not None and batch_size < 1):
-        raise ValueError(
-            f"num_samples, batch_size: expected numbers >= 1, got {num_samples} and {batch_size}"
-        )
+    for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
     ids = _as_prompts(model, prompts, chat, system)
     limits = np.repeat(whole_each("max_new_tokens", max_new_tokens, len(ids)), num_samples)
     batch = _prepare(
@@ -294,7 +299,7 @@ def stream(
     prompt: str | Sequence[int],
     *,
     drafter: Drafter | Model | str | None = None,
-    verify: Verifier | None = None,
+    verify: Verifier | str | None = None,
     max_new_tokens: int = 128,
     chat: bool = False,
     system: str | None = None,
@@ -346,7 +351,7 @@ class Session:
         *,
         system: str | None = None,
         drafter: Drafter | Model | str | None = None,
-        verify: Verifier | None = None,
+        verify: Verifier | str | None = None,
         logprobs: bool = False,
         capacity: int | None = None,
         widths: tuple[int, ...] | None = None,

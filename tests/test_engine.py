@@ -452,6 +452,53 @@ def test_nan_weights_end_a_row_without_a_token():
         assert np.asarray(state.lengths).tolist() == [1, 4, 7]
 
 
+def test_a_broken_token_that_is_not_emitted_breaks_nothing():
+    """Weights that are NaN for one token: neither a rejected draft of it nor padding with it may be felt."""
+    model = target(V)
+    whole = reference(model, PROMPTS[1], 12)
+    absent = sorted(set(range(V)) - set(whole))
+    script = np.array(whole)
+    script[7] = absent[0]
+    for token in (absent[0], 0) if 0 in absent else (absent[0],):
+        embedding = model.params["embedding"].at[token].set(jnp.nan)
+        head = model.params["unembedding"]  # not tied: only reading the token breaks
+        state = engine.generate(
+            {**model.params, "embedding": embedding, "unembedding": head},
+            batch([PROMPTS[1]]),
+            sampling.row_keys(jnp.array([0])),
+            target=model.lm,
+            drafter=testing.scripted(script, 4),
+            verify=verify.target_only(),
+            max_new_tokens=12,
+        )
+        assert text(state, 0) == whole
+        assert int(state.finish[0]) == engine.FINISH_REASONS.index("length")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["plain", "model/block", "model/token", "suffix tree/tree", "iid tree/kseq"])
+def test_a_row_without_a_possible_token_ends_as_nan(name, temperature):
+    model = target(V)
+    drafter, rule = build(name)
+    settings = sampling.Settings(jnp.full(1, temperature))
+    for processor, reason in (
+        (sampling.allow(jnp.zeros((1, V), bool)), "nan"),
+        (sampling.stateless(lambda logits: logits.at[:, 3].set(jnp.inf)), "length"),
+    ):
+        state = engine.generate(
+            model.params,
+            batch([PROMPTS[1]]),
+            sampling.row_keys(jnp.array([0])),
+            target=model.lm,
+            drafter=drafter,
+            verify=rule,
+            sampler=sampling.sampler(settings, [processor]),
+            max_new_tokens=5,
+        )
+        assert engine.FINISH_REASONS[int(state.finish[0])] == reason
+        assert text(state, 0) == PROMPTS[1] + ([3] * 5 if reason == "length" else [])
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="capacity: expected at least 24 slots"):
         generate("plain", [PROMPTS[1]], [20], [0], capacity=23)

@@ -218,7 +218,7 @@ def test_neither_a_folder_nor_a_model_within_reach(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for name in ("nobody/nothing", "not a name", str(tmp_path / "absent")):
-        with pytest.raises(FileNotFoundError, match=r"not a folder, nor a Hub model within reach"):
+        with pytest.raises(FileNotFoundError, match=r"neither a folder nor a Hub model within reach"):
             load_hf(name)
 
 

@@ -699,3 +699,23 @@ def test_the_package_offers_the_front_door():
     assert {"load", "generate", "stream", "Session", "drafters", "engine"} <= set(jspec.__all__)
     assert json.dumps(Stats(1, 2, (1,), (1,)).mean_accepted_length) == "2.0"
     assert START == 0
+
+
+def test_what_one_row_may_not_does_not_bind_another():
+    model = Model(*testing.table_lm(np.full((7, 7), 1 / 7)), eos=(6,))
+    shared = {"min_new_tokens": [0, 2], "max_new_tokens": 3, "temperature": 1.0}
+    out = generate(model, [[0], [1]], allowed_tokens=[[6], [2, 3]], **shared)
+    assert out.tokens[0] == [6]
+    assert set(out.tokens[1]) <= {2, 3}
+    out = generate(model, [[0], [1]], first_tokens=[[6], [2, 3]], **shared)
+    assert out.tokens[0] == [6]
+    assert out.tokens[1][0] in (2, 3)
+    with pytest.raises(ValueError, match="min_new_tokens: expected an allowed token that ends nothing"):
+        generate(model, [[0], [1]], allowed_tokens=[[2], [6]], **shared)
+
+
+def test_arrays_are_taken_like_lists_and_no_stop_like_an_empty_one():
+    model = Model(*testing.table_lm(np.full((7, 7), 1 / 7)))
+    arrays = {"banned_tokens": np.array([1, 2]), "temperature": np.array(0.5), "stop": None}
+    lists = {"banned_tokens": [1, 2], "temperature": 0.5}
+    assert generate(model, [0], **arrays).tokens == generate(model, [0], **lists).tokens

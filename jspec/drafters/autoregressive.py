@@ -103,6 +103,7 @@ def draft_chain(
         if proceed is not None:
             alive = alive & proceed(law)
         token = sampling.draw(sampling.fold(keys, t), law) if sample else sampling.argmax(law)
+        token = jnp.maximum(token, 0)  # a law without mass (NaN weights) accepts nothing, whatever the token
         token = jnp.where(alive, token, 0)
         return _Loop(
             t + 1,

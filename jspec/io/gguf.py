@@ -121,11 +121,14 @@ class _Reader:
 def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], np.ndarray]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such GGUF file")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF"[: len(magic)]:
+        raise ValueError(f"{path}: not a GGUF file, it begins with {magic!r}")
     if path.stat().st_size < 24:
         raise ValueError(f"{path}: truncated GGUF file, it ends within its header")
     reader = _Reader(path)
-    if reader.take(4) != b"GGUF":
-        raise ValueError(f"{path}: not a GGUF file")
+    reader.take(4)
     (version,) = reader.numbers("I")
     if version not in (2, 3):
         raise ValueError(f"{path}: expected GGUF version 2 or 3 (little-endian), got {version}")

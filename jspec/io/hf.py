@@ -43,7 +43,7 @@ def find_folder(path_or_id: str | Path) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
-            f"{path_or_id}: not a folder, nor a Hub model within reach ({reason})"
+            f"model: {path_or_id!r} is neither a folder nor a Hub model within reach ({reason})"
         ) from error
 
 

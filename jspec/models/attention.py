@@ -48,7 +48,9 @@ def attend(
 
         out = (exp(s - m) @ cached_values + exp(t - m) @ row_values) / (sum exp(s - m) + sum exp(t - m))
 
-    Scores, softmax and sums are float32. Query head i reads key-value head ``i // (H // K)``.
+    Scores, softmax and sums are float32. Query head i reads key-value head ``i // (H // K)``. A row whose
+    value is not finite makes NaN of the queries that see it and of no other: a rejected draft or a padding
+    token must not be felt, and a weight of 0 alone would not keep it out, since 0 * NaN is NaN.
     """
     batch, width, heads, size = queries.shape
     kv_heads = cached[0].shape[1]
@@ -73,6 +75,9 @@ def attend(
     total = s.sum(-1, keepdims=True) + t.sum(-1, keepdims=True)
     dtype = cached[1].dtype
     out = jnp.einsum("bkqs,bksh->bkqh", s.astype(dtype), cached[1], preferred_element_type=jnp.float32)
-    out += jnp.einsum("bkqm,bmkh->bkqh", t.astype(dtype), rows[1], preferred_element_type=jnp.float32)
+    finite = jnp.isfinite(rows[1]).all((2, 3))
+    values = jnp.where(finite[:, :, None, None], rows[1], 0)
+    out += jnp.einsum("bkqm,bmkh->bkqh", t.astype(dtype), values, preferred_element_type=jnp.float32)
     out = (out / total).astype(dtype).reshape(batch, kv_heads, groups, width, size)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads * size)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads * size)
+    return jnp.where((rows_seen & ~finite[:, None]).any(-1)[:, :, None], jnp.nan, out)

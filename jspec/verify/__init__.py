@@ -27,10 +27,12 @@ from jspec.verify.token import token
 from jspec.verify.tree import kseq, target_only, tree, with_replacement
 
 __all__ = [
+    "RULES",
     "block",
     "default",
     "kseq",
     "lenience",
+    "named",
     "resolve",
     "rollback",
     "synthetic",
@@ -41,6 +43,12 @@ __all__ = [
     "typical",
     "with_replacement",
 ]
+
+#: Rules by name, for configs: those that need no argument.
+RULES = {
+    factory.__name__: factory
+    for factory in (token, block, tree, with_replacement, kseq, target_only, typical, top_beta, rollback)
+}
 
 
 def default(method: Method) -> Verifier:
@@ -58,6 +66,17 @@ def default(method: Method) -> Verifier:
     return block() if method.width == method.depth + 1 else tree()
 
 
+def named(name: str) -> Verifier:
+    """The rule of that name with its default settings.
+
+    >>> named("block").lossless
+    True
+    """
+    if name not in RULES:
+        raise ValueError(f"verify: expected one of {', '.join(RULES)}, got {name!r}")
+    return RULES[name]()
+
+
 def resolve(method: Method, rule: Verifier | None = None) -> Verifier:
     """``rule``, or the `default` for ``method``.
 
@@ -66,6 +85,8 @@ def resolve(method: Method, rule: Verifier | None = None) -> Verifier:
     """
     if rule is None:
         return default(method)
+    if not isinstance(rule, Verifier):
+        raise ValueError(f"verify: expected a rule of jspec.verify, got {rule!r}")
     if method.draws not in rule.draws:
         raise ValueError(
             f"verify: {rule.name} is right for {sorted(rule.draws)} drafts, "

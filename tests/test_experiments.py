@@ -91,7 +91,7 @@ def test_the_project_s_own_configurations(name):
     [
         ({"arguments": {"num_token": 5}}, "drafters: 'row': .*num_token"),
         ({"arguments": {"num_tokens": 0}}, "drafters: 'row': num_tokens"),
-        ({"verify": "tokens"}, "drafters: 'row': verify: expected one of block, .*got 'tokens'"),
+        ({"verify": "tokens"}, "drafters: 'row': verify: expected one of token, .*got 'tokens'"),
         ({"verify": "kseq"}, "drafters: 'row': verify"),
         ({"widths": [1, 99]}, "drafters: 'row': widths"),
         ({"drafter": "model"}, "drafters: 'row': the argument 'draft_model' is missing"),

@@ -2,7 +2,7 @@
 
 Shape legend of the whole package (never redefined elsewhere)::
 
-    B rows          T prompt tokens    N draft nodes (root included)    M side rows
+    B rows          T prompt tokens    N draft nodes (root included)    M side rows    Ts source tokens
     P pending rows  D depth of a draft R = D + 1 tokens of a round      Q laws
     V vocabulary    S cache slots      E model width
 
@@ -28,13 +28,15 @@ Draws = Literal["chosen", "iid", "distinct", "mixed"]
 
 
 class Prompt(NamedTuple):
-    """A batch of prompts, right padded; ``tokens[b, lengths[b]:]`` carries no meaning."""
+    """A batch of prompts, right padded; ``tokens[b, lengths[b]:]`` carries no meaning.
+
+    For an encoder-decoder, ``tokens`` are where the decoder begins and ``source`` is what the encoder reads.
+    """
 
     tokens: Int[Array, "B T"]
     lengths: Int[Array, " B"]
-    source: Int[Array, "B Ts"] | None = None  # an encoder's input, run once by `LanguageModel.start`
+    source: Int[Array, "B Ts"] | None = None  # run once, by `LanguageModel.start`
     source_lengths: Int[Array, " B"] | None = None
-    memory: Float[Array, "B Ts E"] | None = None
 
 
 class Block(NamedTuple):
@@ -58,14 +60,16 @@ class Forward(NamedTuple):
 class LanguageModel(NamedTuple):
     """A model as six pure functions. Static, and equal by config (made by a cached factory).
 
-    ``start(params, prompt, capacity) -> cache`` makes an empty cache with a field ``lengths [B]``;
+    ``start(params, prompt, capacity) -> cache`` makes an empty cache with a field ``lengths [B]`` (an encoder
+    runs here, once);
     ``extend(params, cache, block, pending=None, taps=()) -> Forward`` reads the cache and never writes it
     (``pending`` is an earlier Forward's ``rows``); ``commit(cache, rows, path [B, R], count [B]) -> cache``
     is the only writer: it appends the first ``count`` of the rows ``path`` names, and drops what lies beyond
     the capacity; slots at or beyond ``lengths`` are scratch. ``embed(params, tokens) -> [B, N, E]``;
     ``head(params, hidden [..., E]) -> logits [..., V]`` float32; ``truncate(num_layers) -> LanguageModel``
-    runs the first layers of the same params and the same cache. ``config`` is hashable and has at least
-    ``vocab_size`` and ``context_length`` (positions the model was made for).
+    runs the first layers of the same params and the same cache. ``start`` and ``extend`` of a model that can
+    be trained also take ``dropout``, None by default. ``config`` is hashable and has at least ``vocab_size``
+    and ``context_length`` (positions the model was made for).
     """
 
     start: Callable[..., PyTree]

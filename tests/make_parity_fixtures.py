@@ -5,7 +5,8 @@ Run in an environment that has torch next to the project's own packages::
     python tests/make_parity_fixtures.py
 
 The checkpoints come from numpy seeds, so only outputs are stored: half of the logits and the first entries of
-the hidden states at three positions of two rows of tokens.
+the hidden states at three positions of two rows of tokens. Encoder-decoders read two sources of different
+lengths besides.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jspec.testing import tiny_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LENGTH, AT, SHOWN = 24, (7, 15, 23), 8
+SOURCE_LENGTHS = (13, 6)  # beyond the second stands anything
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -64,6 +66,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "opt": ("opt", {}),
     "opt_post_norm": ("opt", {"do_layer_norm_before": False, "tie_word_embeddings": False}),
+    "t5": ("t5", {}),
+    "t5_v1_1": ("t5_v1_1", {}),
+    "t5_gated_silu": ("t5", {"feed_forward_proj": "gated-silu", "scale_decoder_outputs": False}),
+    "mt5": ("mt5", {}),
+    "mt5_tied": ("mt5", {"tie_word_embeddings": None}),
+    "marian": ("marian", {}),
+    "bart": ("bart", {}),
+    "mbart": ("mbart", {}),
 }
 PROMPTS = ("The capital of France is", "def fibonacci(n):\n    ")  # of the SmolLM2 fixture
 
@@ -72,17 +82,30 @@ def tokens(vocab_size: int) -> np.ndarray:
     return np.random.default_rng(1).integers(3, vocab_size, (2, LENGTH)).astype(np.int32)
 
 
-def reference(folder: Path) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Logits [B, T, V], and hidden states [B, T, E]: the input of each layer, then the last norm's."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def sources(vocab_size: int) -> np.ndarray:
+    return np.random.default_rng(2).integers(3, vocab_size, (2, max(SOURCE_LENGTHS))).astype(np.int32)
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+
+def reference(folder: Path) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Logits [B, T, V], and hidden states [B, T, E]: the (decoder) layers' inputs, then the last norm's."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model, loading = kind.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    ids = torch.tensor(tokens(config.vocab_size)).long()
     with torch.inference_mode():
-        out = model(torch.tensor(tokens(model.config.vocab_size)).long(), output_hidden_states=True)
-    return out.logits.numpy(), [hidden.numpy() for hidden in out.hidden_states]
+        if not config.is_encoder_decoder:
+            out = model.eval()(ids, output_hidden_states=True)
+            return out.logits.numpy(), [hidden.numpy() for hidden in out.hidden_states]
+        source = torch.tensor(sources(config.vocab_size)).long()
+        mask = torch.arange(source.shape[1])[None] < torch.tensor(SOURCE_LENGTHS)[:, None]
+        out = model.eval()(source, mask.long(), decoder_input_ids=ids, output_hidden_states=True)
+    return out.logits.numpy(), [hidden.numpy() for hidden in out.decoder_hidden_states]
 
 
 def smollm2() -> dict[str, np.ndarray]:

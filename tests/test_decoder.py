@@ -1,4 +1,5 @@
-"""The decoder: any way of cutting a sequence into blocks, trees and pending rows gives the same logits."""
+"""Decoders: any way of cutting a sequence into blocks, trees and pending rows gives the same logits, whether
+or not they look at an encoder's output."""
 
 import functools
 
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 
 from jspec import trees
-from jspec.models.decoder import init_params, language_model
+from jspec.models import Seq2SeqConfig, init_params, language_model
 from jspec.models.rotary import Rotary
-from jspec.testing import tiny_decoder
+from jspec.testing import tiny_decoder, tiny_seq2seq
 from jspec.types import Block, Prompt
 
 V, T, CAPACITY = 64, 10, 20
@@ -41,15 +42,35 @@ CONFIGS = {
     },
     "post_norm": {"norm_placement": "post", "norm": "layer", "activation": "gelu"},
 }
+SEQ2SEQ = {
+    # So few buckets and so short a distance that a wrong position is felt.
+    "t5": {"relative_buckets": 6, "relative_distance": 9},
+    "bart": {
+        "positions": "learned",
+        "bounded": True,
+        "context_length": 512,
+        "source_length": 64,
+        "norm": "layer",
+        "norm_placement": "post",
+        "embedding_norm": True,
+        "gated": False,
+        "bias": True,
+        "head_bias": True,
+        "attention_scale": 8**-0.5,
+    },
+    "marian": {"positions": "sinusoidal", "norm": "layer", "embedding_scale": 5.0, "bias": True},
+}
 
 
 @functools.cache
 def made(name):
-    model, params = tiny_decoder(seed=3, vocab_size=V, **CONFIGS[name])
+    make, settings = (tiny_seq2seq, SEQ2SEQ[name]) if name in SEQ2SEQ else (tiny_decoder, CONFIGS[name])
+    model, params = make(seed=3, vocab_size=V, **settings)
     # Norms and biases of 1 and 0 would hide a mistake in them.
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [x + 0.2 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    noise = 0.1 if name in SEQ2SEQ else 0.2  # T5's scores are not scaled: large ones magnify rounding errors
+    noisy = [x + noise * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
     return model, jax.tree.unflatten(structure, noisy)
 
 
@@ -57,8 +78,22 @@ def texts(seed=0, batch=2, length=T):
     return jnp.asarray(np.random.default_rng(seed).integers(0, V, (batch, length)), jnp.int32)
 
 
-def empty(model, params, batch, capacity=CAPACITY):
-    return model.start(params, Prompt(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)), capacity)
+def prompt(model, batch, first=0):
+    """The beginning of rows ``first`` to ``first + batch``, each of which has a source of its own."""
+    begin = Prompt(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32))
+    if not isinstance(model.config, Seq2SeqConfig):
+        return begin
+    source, lengths = texts(7, 3, 8)[first : first + batch], jnp.array([8, 5, 3])[first : first + batch]
+    return begin._replace(source=source, source_lengths=lengths)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def start(model, params, begin, capacity):
+    return model.start(params, begin, capacity)
+
+
+def empty(model, params, batch, capacity=CAPACITY, first=0):
+    return start(model, params, prompt(model, batch, first), capacity)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="taps")
@@ -85,8 +120,8 @@ def chain(model, params, cache, tokens, count):
     return model.head(params, out.hidden), model.commit(cache, out.rows, path, count)
 
 
-def in_blocks(model, params, tokens, size):
-    cache, logits = empty(model, params, tokens.shape[0]), []
+def in_blocks(model, params, tokens, size, first=0):
+    cache, logits = empty(model, params, tokens.shape[0], first=first), []
     for i in range(0, tokens.shape[1], size):
         piece = tokens[:, i : i + size]
         out, cache = chain(model, params, cache, piece, jnp.full(tokens.shape[0], piece.shape[1]))
@@ -94,7 +129,7 @@ def in_blocks(model, params, tokens, size):
     return jnp.concatenate(logits, 1), cache
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS | SEQ2SEQ)
 def test_every_cut_into_blocks_gives_the_same_logits(name):
     model, params = made(name)
     expected, whole = in_blocks(model, params, texts(), T)
@@ -108,15 +143,15 @@ def test_every_cut_into_blocks_gives_the_same_logits(name):
         close(cache.keys[-1], whole.keys[-1])
 
 
-@pytest.mark.parametrize("name", ["window", "softcap", "learned"])
+@pytest.mark.parametrize("name", ["window", "softcap", "learned", "t5"])
 def test_a_row_does_not_see_its_neighbours_nor_scratch_slots(name):
     model, params = made(name)
     tokens, lengths = texts(batch=3), jnp.array([2, 6, 10])
     cache = chain(model, params, empty(model, params, 3), tokens, lengths)[1]
     # A rejected block leaves nothing behind, whatever lies in the scratch slots.
     live = (jnp.arange(CAPACITY)[None] < lengths[:, None])[:, None, :, None]
-    scratch = jax.tree.map(lambda slab: jnp.where(live, slab, 7.0), cache._replace(lengths=()))
-    cache = scratch._replace(lengths=lengths)
+    keys, values = jax.tree.map(lambda slab: jnp.where(live, slab, 7.0), (cache.keys, cache.values))
+    cache = cache._replace(keys=keys, values=values)
     logits, _ = chain(model, params, cache, texts(5, 3, 3), jnp.zeros(3, jnp.int32))
     for row, length in enumerate(lengths.tolist()):
         alone = (
@@ -124,7 +159,7 @@ def test_a_row_does_not_see_its_neighbours_nor_scratch_slots(name):
             .at[0, : length + 3]
             .set(jnp.concatenate([tokens[row, :length], texts(5, 3, 3)[row]]))
         )
-        expected, _ = in_blocks(model, params, alone, T + 3)
+        expected, _ = in_blocks(model, params, alone, T + 3, first=row)
         close(logits[row], expected[0, length : length + 3])
 
 
@@ -150,7 +185,7 @@ def prefixed(model, params):
     return chain(model, params, empty(model, params, 2), texts(), jnp.array([6, 3]))[1]
 
 
-@pytest.mark.parametrize("name", ["window", "softcap", "learned"])
+@pytest.mark.parametrize("name", ["window", "softcap", "learned", "t5"])
 def test_tree_nodes_equal_their_own_paths(name):
     model, params = made(name)
     cache, tokens = prefixed(model, params), texts(2, 2, len(PARENTS))
@@ -161,7 +196,7 @@ def test_tree_nodes_equal_their_own_paths(name):
         close(logits[:, node], expected[:, length - 1])
 
 
-@pytest.mark.parametrize("name", ["window", "softcap", "learned"])
+@pytest.mark.parametrize("name", ["window", "softcap", "learned", "t5"])
 def test_pending_rows_equal_committed_ones(name):
     model, params = made(name)
     cache, tokens, more = prefixed(model, params), texts(2, 2, len(PARENTS)), texts(4)[:, :3]
@@ -196,7 +231,7 @@ def test_inputs_stand_in_for_tokens(name):
     close(extend(model, params, cache, block).hidden, expected)
 
 
-@pytest.mark.parametrize("name", ["window", "learned"])
+@pytest.mark.parametrize("name", ["window", "learned", "t5"])
 def test_truncated_model_stops_at_the_tap(name):
     model, params = made(name)
     cache, tokens = prefixed(model, params), texts(2, 2, 4)
@@ -246,7 +281,7 @@ def test_a_row_that_sees_nothing_is_finite():
     assert np.isfinite(extend(model, params, empty(model, params, 2), block).hidden).all()
 
 
-@pytest.mark.parametrize("name", ["window", "softcap", "learned"])
+@pytest.mark.parametrize("name", ["window", "softcap", "learned", "t5"])
 def test_bfloat16(name):
     model, params = made(name)
     expected, _ = in_blocks(model, params, texts(), T)
@@ -274,8 +309,15 @@ def test_equal_configs_are_one_model():
     assert init_params(first.config, jax.random.key(0), jnp.bfloat16)["norm"]["scale"].dtype == jnp.float32
 
 
-def test_temporaries_of_a_round_do_not_grow_with_the_cache():
-    model, params = tiny_decoder(width=64, num_layers=12, num_heads=2, num_kv_heads=2, windows=(None, 64) * 6)
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (tiny_decoder, {"num_kv_heads": 2, "windows": (None, 64) * 6}),
+        (tiny_seq2seq, {"num_encoder_layers": 1}),
+    ],
+)
+def test_temporaries_of_a_round_do_not_grow_with_the_cache(make, settings):
+    model, params = make(width=64, num_layers=12, num_heads=2, **settings)
     tokens = jnp.zeros((2, 5), jnp.int32)
 
     @functools.partial(jax.jit, donate_argnums=1)

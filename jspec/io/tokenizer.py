@@ -113,15 +113,16 @@ class Tokenizer:
         """Whether `chat` works."""
         return self.backend.chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, with the beginning token where the checkpoint wants one, and never two.
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of ``text``, with the beginning token where the checkpoint wants one, and never two, and
+        with the end token where it wants that (T5's sources); without either if not ``special``.
 
         Special tokens written inside the text ("<|im_end|>") become their ids.
 
         Raises:
           ValueError: ``text`` holds a lone surrogate, which is no character.
         """
-        ids = self._ids(text, special=True)
+        ids = self._ids(text, special=special)
         if len(ids) > 1 and ids[0] == ids[1] == self.backend.bos_token_id:
             ids = ids[1:]
         return ids

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.types import Block
+
 MASKED = -1e30  # finite: a row that sees nothing (padding) gives numbers nobody reads, not NaN
 
 
@@ -33,6 +35,26 @@ def see_rows(
     return mask if window is None else mask & (row_positions[:, None] > positions[:, :, None] - window)
 
 
+def block_mask(block: Block, pending: Int[Array, "B P"] | None) -> Bool[Array, "B N P+N"]:
+    """The mask of a block, checked; causal where it has none.
+
+    Raises:
+        ValueError: a mask of another shape, or none although there are pending rows.
+    """
+    batch, width = block.tokens.shape
+    num_pending = 0 if pending is None else pending.shape[1]
+    mask = block.mask
+    if mask is None:
+        if num_pending:
+            raise ValueError(
+                f"block.mask: needed to say which of {num_pending} pending rows are seen, got None"
+            )
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool))[None], (batch, width, width))
+    if mask.shape != (batch, width, num_pending + width):
+        raise ValueError(f"block.mask: expected {(batch, width, num_pending + width)}, got {mask.shape}")
+    return mask
+
+
 def attend(
     queries: Float[Array, "B N H h"],
     cached: tuple[Float[Array, "B K S h"], Float[Array, "B K S h"]],
@@ -41,8 +63,11 @@ def attend(
     rows_seen: Bool[Array, "B N M"],
     scale: float,
     softcap: float | None = None,
+    biases: tuple[Float[Array, "B H N S"] | None, Float[Array, "B H N M"] | None] = (None, None),
 ) -> Float[Array, "B N H*h"]:
     """Softmax attention over cache and rows together, without ever joining the two.
+
+    ``biases`` are added to the (scaled) scores of either.
 
     One softmax over two score arrays s and t: with m = max(s, t)::
 
@@ -59,18 +84,23 @@ def attend(
     queries = queries.reshape(batch, width, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
     queries = queries.reshape(batch, kv_heads, groups * width, size)
 
-    def scores(equation: str, keys: Array, seen: Bool[Array, "B 1_or_N T"]) -> Float[Array, "B K G*N T"]:
+    def scores(
+        equation: str, keys: Array, seen: Bool[Array, "B 1_or_N T"], bias: Float[Array, "B H N T"] | None
+    ) -> Float[Array, "B K G*N T"]:
         logits = jnp.einsum(equation, queries, keys, preferred_element_type=jnp.float32) * scale
         if softcap is not None:
             logits = jnp.tanh(logits / softcap) * softcap
         shape = logits.shape
-        logits = logits.reshape(batch, kv_heads, groups, width, -1)
+        logits = logits.reshape(batch, kv_heads, groups, width, shape[-1])
+        if bias is not None:
+            logits = logits + bias.reshape(bias.shape[0], kv_heads, groups, *bias.shape[2:])
         return jnp.where(seen[:, None, None], logits, MASKED).reshape(shape)
 
-    s = scores("bkqh,bksh->bkqs", cached[0], cache_seen)
-    t = scores("bkqh,bmkh->bkqm", rows[0], rows_seen)
-    # `initial`, because a cache may have no slots at all (a forward over whole sequences, in training).
-    top = jnp.maximum(s.max(-1, keepdims=True, initial=MASKED), t.max(-1, keepdims=True))
+    s = scores("bkqh,bksh->bkqs", cached[0], cache_seen, biases[0])
+    t = scores("bkqh,bmkh->bkqm", rows[0], rows_seen, biases[1])
+    # `initial`, because there may be no slots at all (whole sequences, in training) or no rows (an encoder's
+    # output is all there is to see).
+    top = jnp.maximum(*(x.max(-1, keepdims=True, initial=MASKED) for x in (s, t)))
     s, t = jnp.exp(s - top), jnp.exp(t - top)
     total = s.sum(-1, keepdims=True) + t.sum(-1, keepdims=True)
     dtype = cached[1].dtype

@@ -1,0 +1,48 @@
+"""Parameters of any model: made at random, described, cast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jspec.models import decoder, seq2seq
+from jspec.models.decoder import Decoder, DecoderConfig, Params
+from jspec.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from jspec.types import LanguageModel
+
+Config = DecoderConfig | Seq2SeqConfig
+
+
+def language_model(config: Config) -> LanguageModel:
+    """The pure functions of an architecture; see the two factories of this name."""
+    family = seq2seq if isinstance(config, Seq2SeqConfig) else decoder
+    return family.language_model(config)  # pyright: ignore[reportArgumentType]
+
+
+def _module(config: Config, rngs: nnx.Rngs) -> Decoder:
+    return Seq2Seq(config, rngs) if isinstance(config, Seq2SeqConfig) else Decoder(config, rngs)
+
+
+def init_params(config: Config, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
+    """Random parameters, kernels with variance 1 / inputs. Norms stay float32 whatever ``dtype`` is."""
+    params = nnx.to_pure_dict(nnx.state(_module(config, nnx.Rngs(params=key)), nnx.Param))
+    return cast(params, dtype)
+
+
+def abstract_params(config: Config) -> Params:
+    """The params as `jax.ShapeDtypeStruct` leaves: what a loader has to fill."""
+    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: _module(config, nnx.Rngs(0))), nnx.Param))
+
+
+def is_norm(path: tuple[Any, ...]) -> bool:
+    """Whether a path into params (keys, or jax key entries) leads to a norm's parameter."""
+    return any(str(getattr(entry, "key", entry)).endswith("norm") for entry in path)
+
+
+def cast(params: Params, dtype: DTypeLike) -> Params:
+    """Params in another dtype, norms left in float32."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if is_norm(path) else x.astype(dtype), params)

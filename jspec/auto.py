@@ -24,6 +24,7 @@ import rich.console
 import rich.progress
 
 from jspec import drafters, options, verify
+from jspec.batch import Request, source_width
 from jspec.checkpoint import Model
 from jspec.measure import REPEATS as CURVE_REPEATS
 from jspec.measure import CostCurve, Trial, decode, measure_curve, replay
@@ -123,14 +124,20 @@ def calibrate(model: Model, *, quiet: bool = False) -> Choice:
     return found
 
 
-def _calibrate(model: Model, prompts: list[list[int]], advance: Callable[[], object]) -> Choice:
-    capacity = max(len(prompt) for prompt in prompts) + NEW_TOKENS
+def _calibrate(model: Model, prompts: list[Request], advance: Callable[[], object]) -> Choice:
+    capacity = max(len(prompt.tokens) for prompt in prompts) + NEW_TOKENS
     run = _runner(model, capacity, advance)
 
     def measured(widths: tuple[int, ...]) -> CostCurve:
         most = max(widths) + capacity // 2
         return measure_curve(
-            model.lm, model.params, widths, fill=capacity // 2, capacity=most, advance=advance
+            model.lm,
+            model.params,
+            widths,
+            fill=capacity // 2,
+            capacity=most,
+            source=source_width(prompts),
+            advance=advance,
         )
 
     curve = measured(CURVE)
@@ -164,13 +171,15 @@ def _calibrate(model: Model, prompts: list[list[int]], advance: Callable[[], obj
 
 
 def _best_suffix(
-    texts: list[tuple[list[int], np.ndarray]], curve: CostCurve, capacity: int
+    texts: list[tuple[Request, np.ndarray]], curve: CostCurve, capacity: int
 ) -> dict[str, Any] | None:
     """The arguments of the suffix drafter that would have been the fastest; None: plain decoding is."""
     best, arguments = 1.0, None
     for min_match in MIN_MATCHES:
         drafter = drafters.suffix(num_tokens=max(LENGTHS), min_match=min_match)
-        replays = [replay(drafter, prompt, new, capacity=capacity, rows=NEW_TOKENS) for prompt, new in texts]
+        replays = [
+            replay(drafter, prompt, new, capacity=capacity, rows=NEW_TOKENS) for prompt, new in texts
+        ]
         for length in LENGTHS:
             cost = sum(one.cost(length, curve) for one in replays)
             gain = sum(len(new) for _, new in texts) / cost
@@ -181,7 +190,7 @@ def _best_suffix(
 
 def _runner(
     model: Model, capacity: int, advance: Callable[[], object]
-) -> Callable[[Drafter, list[int]], Trial]:
+) -> Callable[[Drafter, Request], Trial]:
     settings = options.resolve(
         {},
         prompts=1,
@@ -193,7 +202,7 @@ def _runner(
     )
     sampler, key, stops = settings.sampler([0]), settings.keys([0]), settings.stops()
 
-    def run(drafter: Drafter, prompt: list[int]) -> Trial:
+    def run(drafter: Drafter, prompt: Request) -> Trial:
         trial = decode(
             model.params,
             prompt,
@@ -212,14 +221,15 @@ def _runner(
     return run
 
 
-def _prompts(model: Model) -> list[list[int]]:
+def _prompts(model: Model) -> list[Request]:
     if model.tokenizer is None:
         raise ValueError(f"drafter: 'auto' calibrates on text, but {model.name} has no tokenizer")
     text = resources.files("jspec").joinpath("data/calibration.jsonl").read_text(encoding="utf-8")
     prompts = [json.loads(line)["prompt"] for line in text.splitlines()]
     if model.tokenizer.has_chat_template:
-        return [model.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    return [model.tokenizer.encode(prompt) for prompt in prompts]
+        return [Request(model.tokenizer.chat([{"role": "user", "content": prompt}])) for prompt in prompts]
+    ids = [model.tokenizer.encode(prompt) for prompt in prompts]
+    return [Request(model.decoder_start, i) if model.decoder_start else Request(i) for i in ids]
 
 
 def _title(name: str, arguments: dict[str, Any]) -> str:

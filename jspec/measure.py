@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jspec import engine, sampling
+from jspec.batch import Request, pad, source_width
 from jspec.types import (
     Block,
     Context,
@@ -53,12 +54,23 @@ class CostCurve(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("target",))
-def _forward(
-    params: PyTree, cache: PyTree, tokens: Int[Array, "B N"], *, target: LanguageModel
+def _forwards(
+    params: PyTree,
+    cache: PyTree,
+    tokens: Int[Array, "B N"],
+    count: Int[Array, ""],
+    *,
+    target: LanguageModel,
 ) -> Int[Array, "B N"]:
+    """``count`` forwards in a loop on the device, as the engine runs them; each reads what the one before
+    chose, so that none can be left out."""
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    out = target.extend(params, cache, Block(tokens, positions))
-    return sampling.argmax(target.head(params, out.hidden))
+
+    def body(_: Array, tokens: Int[Array, "B N"]) -> Int[Array, "B N"]:
+        out = target.extend(params, cache, Block(tokens, positions))
+        return sampling.argmax(target.head(params, out.hidden))
+
+    return jax.lax.fori_loop(0, count, body, tokens)
 
 
 def measure_curve(
@@ -68,18 +80,21 @@ def measure_curve(
     *,
     fill: int = 128,
     capacity: int = 256,
+    source: int = 0,
+    batch: int = 1,
     repeats: int = REPEATS,
     least_seconds: float = 0.01,
     advance: Callable[[], object] = lambda: None,
 ) -> CostCurve:
-    """Time extend and head over n tokens of one row, for each n in ``widths``, in turn.
+    """Time extend and head over n tokens of each row, for each n in ``widths``, in turn.
 
     Args:
       widths: n; 1 is added where it is missing.
       fill: cached tokens the forward looks back on, at most ``capacity`` less the widest block.
+      source: tokens that an encoder-decoder's encoder has read; 0 for a decoder-only model.
+      batch: rows.
       repeats: rounds over all widths; a cost is the median over them.
-      least_seconds: a timing is the mean of as many calls as last that long, so that what the host does
-        between calls is hidden where calls are short.
+      least_seconds: a timing is the mean of as many forwards, in one loop on the device, as last that long.
       advance: called after each width of each round, and after each compilation: for a progress bar.
     """
     ns = sorted({1, *widths})
@@ -87,16 +102,18 @@ def measure_curve(
         raise ValueError(
             f"widths: expected numbers in 1 .. {capacity - fill} (capacity - fill), got {widths}"
         )
-    prompt = Prompt(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    prompt = Prompt(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32))
+    if source:
+        prompt = prompt._replace(
+            source=jnp.zeros((batch, source), jnp.int32), source_lengths=jnp.full(batch, source, jnp.int32)
+        )
     cache = jax.jit(target.start, static_argnums=2)(params, prompt, capacity)
     cache = cache._replace(lengths=jnp.full_like(cache.lengths, fill))
 
     def seconds(n: int, calls: int) -> float:
-        tokens = jnp.zeros((1, n), jnp.int32)
+        tokens, count = jnp.zeros((batch, n), jnp.int32), jnp.int32(calls)
         begin = time.perf_counter()
-        for _ in range(calls):
-            out = _forward(params, cache, tokens, target=target)
-        jax.block_until_ready(out)
+        jax.block_until_ready(_forwards(params, cache, tokens, count, target=target))
         return (time.perf_counter() - begin) / calls
 
     for n in ns:
@@ -140,7 +157,7 @@ def best_length(
     return best
 
 
-# --- one prompt, timed ------------------------------------------------------------------------------
+# --- prompts, timed ----------------------------------------------------------------------------------
 
 
 class Rounds(NamedTuple):
@@ -168,7 +185,7 @@ class Rounds(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One prompt decoded once."""
+    """One prompt decoded once. The seconds are those of all prompts that were decoded together with it."""
 
     tokens: np.ndarray  # new ones
     rounds: Rounds
@@ -185,30 +202,47 @@ def nodes(info: Info) -> Int[Array, "B R"]:
     return jnp.broadcast_to(count[:, None], info.verdict.tokens.shape)
 
 
-def decode(
+def decode(params: PyTree, request: Request, key: Keys, **settings: Any) -> Trial:
+    """Decode one prompt and time it; ``key`` [1], and settings as for `decode_together`."""
+    return decode_together(params, [request], key, **settings)[0]
+
+
+def decode_together(
     params: PyTree,
-    tokens: Sequence[int],
-    key: Keys,
+    requests: Sequence[Request],
+    keys: Keys,
     *,
     target: LanguageModel,
     drafter: Drafter,
     verify: Verifier,
     sampler: Sampler,
     stops: engine.Stops,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     capacity: int | None = None,
+    source: int | None = None,
     widths: tuple[int, ...] | None = None,
-) -> Trial:
-    """Decode one prompt and time it, the reading of the prompt and the rounds apart.
+) -> list[Trial]:
+    """Decode prompts as one batch and time it, the reading of the prompts and the rounds apart.
 
-    The first call with a drafter compiles; time a second one. ``key`` [1] is the row's.
+    The first call with a drafter compiles; time a second one.
+
+    Args:
+      keys: [B], one a row.
+      max_new_tokens: one number, or one a row.
+      source: width of the encoder's input; None: `jspec.batch.source_width` of these requests.
     """
-    prompt = Prompt(jnp.asarray(tokens, jnp.int32)[None], jnp.asarray([len(tokens)], jnp.int32))
+    prompt = jax.tree.map(jnp.asarray, pad(requests, source_width(requests) if source is None else source))
     shared: dict[str, Any] = {"target": target, "drafter": drafter, "sampler": sampler}
     record = engine.records(statistics=engine.statistics, nodes=nodes)
     begin = time.perf_counter()
     state = engine.start(
-        params, prompt, key, **shared, max_new_tokens=max_new_tokens, capacity=capacity, record=record
+        params,
+        prompt,
+        keys,
+        **shared,
+        max_new_tokens=np.asarray(max_new_tokens, np.int32),  # pyright: ignore[reportArgumentType]
+        capacity=capacity,
+        record=record,
     )
     jax.block_until_ready(state)
     read = time.perf_counter()
@@ -216,16 +250,25 @@ def decode(
     jax.block_until_ready(state)
     end = time.perf_counter()
 
-    new = slice(int(state.starts[0]), int(state.lengths[0]))
-    kept = jax.tree.map(lambda leaf: np.asarray(leaf)[0, new], state.record)
+    tokens, starts, lengths, kept = jax.device_get((state.tokens, state.starts, state.lengths, state.record))
+    trials = []
+    for row in range(len(requests)):
+        new = slice(int(starts[row]), int(lengths[row]))
+        mine = jax.tree.map(lambda leaf, row=row, new=new: leaf[row, new], kept)
+        trials.append(Trial(tokens[row, new], _rounds(mine), read - begin, end - read))
+    return trials
+
+
+def _rounds(kept: dict[str, Any]) -> Rounds:
+    """The rounds behind the records of each token."""
     opens = np.flatnonzero(kept["statistics"].offset == 0)
-    rounds = Rounds(
-        emitted=np.diff(np.append(opens, new.stop - new.start)),
-        accepted=np.add.reduceat(kept["statistics"].accepted.astype(int), opens) if len(opens) else opens,
+    accepted = kept["statistics"].accepted.astype(int)
+    return Rounds(
+        emitted=np.diff(np.append(opens, len(accepted))),
+        accepted=np.add.reduceat(accepted, opens) if len(opens) else opens,
         proposed=kept["statistics"].proposed[opens],
         nodes=kept["nodes"][opens],
     )
-    return Trial(np.asarray(state.tokens)[0, new], rounds, read - begin, end - read)
 
 
 # --- one prompt, replayed -----------------------------------------------------------------------------
@@ -249,19 +292,24 @@ class Replay(NamedTuple):
 
 
 def replay(
-    drafter: Drafter, prompt: Sequence[int], new: Sequence[int] | np.ndarray, *, capacity: int, rows: int
+    drafter: Drafter, request: Request, new: Sequence[int] | np.ndarray, *, capacity: int, rows: int
 ) -> Replay:
-    """Let a drafter without state draft at every place of the text ``prompt + new``, in one call.
+    """Let a drafter that learns nothing draft at every place of ``request.tokens + new``, in one call.
 
     No forward of the target is needed, so that many settings can be compared in a moment. ``capacity``
     (slots, at least those of the text) and ``rows`` (at least the new tokens) fix the compiled shape.
     """
+    prompt = request.tokens
     end = len(prompt) + len(new)
     text = np.zeros(capacity, np.int32)
     text[:end] = [*prompt, *new]
     # Row i sees the text before new token i; the rows beyond the last are of no use.
     lengths = len(prompt) + np.minimum(np.arange(rows), len(new) - 1)
-    draft = _propose(drafter, jnp.asarray(np.tile(text, (rows, 1))), jnp.asarray(lengths, jnp.int32))
+    tokens = jnp.asarray(np.tile(text, (rows, 1)))
+    source = jax.tree.map(
+        lambda leaf: jnp.repeat(jnp.asarray(leaf), rows, axis=0), pad([request], source_width([request]))[2:]
+    )
+    draft = _propose(drafter, Prompt(tokens, jnp.asarray(lengths, jnp.int32), *source))
     tokens, valid = (np.asarray(leaf)[: len(new), 1:] for leaf in (draft.tokens, draft.valid))
     places = lengths[: len(new), None] + np.arange(tokens.shape[1])[None]
     right = valid & (places < end) & (tokens == text[np.minimum(places, end - 1)])
@@ -269,7 +317,9 @@ def replay(
 
 
 @jax.jit
-def _propose(drafter: Drafter, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]) -> Draft:
+def _propose(drafter: Drafter, prompt: Prompt) -> Draft:
+    tokens, lengths = prompt.tokens, prompt.lengths
     budget = jnp.full_like(lengths, tokens.shape[1])
     context = Context(tokens, lengths, budget, (), *[None] * 4)  # type: ignore[arg-type]
-    return drafter.method.propose(drafter.params, (), context, None)[0]
+    state = drafter.method.init(drafter.params, prompt, tokens.shape[1], None)
+    return drafter.method.propose(drafter.params, state, context, None)[0]

@@ -83,7 +83,8 @@ class Output:
       logprobs: natural log-probability of each token under the target's raw logits; None unless asked for.
       finish_reasons: "eos", "stop", "length" or "nan" (the model's logits were not finite).
       stats: pooled over the sequences, and each one's in ``stats.rows``.
-      settings: what was in effect: depth and nodes of the drafts, acceptance rule, block widths, capacity.
+      settings: what was in effect: depth and nodes of the drafts, acceptance rule, block widths, capacity,
+        rows of the batch, and the rounds that the batch as a whole took.
     """
 
     texts: list[str] | None

@@ -16,7 +16,7 @@ import numpy as np
 
 from jspec import auto, drafters, engine
 from jspec import verify as rules
-from jspec.batch import Batch
+from jspec.batch import Batch, Request, source_width
 from jspec.checkpoint import SMOLLM2, Model, load
 from jspec.io import tokenizer as tokenizers
 from jspec.options import SamplingOptions, check_tokens, reject_unknown, resolve, whole_each
@@ -99,18 +99,67 @@ def _automatic(target: Model) -> Drafter:
     return auto.choose(target) or drafters.plain()
 
 
-def _as_prompts(model: Model, prompts: Any, chat: bool, system: str | None) -> list[list[int]]:
-    """Token ids of every prompt: one or several strings or lists of ids."""
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and _is_id(next(iter(prompts), None))):
-        prompts = [prompts]
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts: expected strings or lists of token ids, got {type(prompts).__name__}")
+def _as_requests(
+    model: Model, prompts: Any, chat: bool, system: str | None, decoder_prefix: Any = None
+) -> list[Request]:
+    """Every prompt as ids: one or several strings or lists of ids."""
+    prompts = _listed("prompts", prompts)
     if len(prompts) == 0:
         raise ValueError("prompts: expected at least one, got none")
     if system is not None and not chat:
         raise ValueError("system: expected chat=True with a system message, got chat=False")
-    return [_as_ids(model, f"prompts[{i}]", prompt, chat, system) for i, prompt in enumerate(prompts)]
+    if chat and model.decoder_start:
+        raise ValueError(f"chat: expected False, because {model.name} is an encoder-decoder, got True")
+    ids = [_as_ids(model, f"prompts[{i}]", prompt, chat, system) for i, prompt in enumerate(prompts)]
+    if not model.decoder_start:
+        if decoder_prefix is not None:
+            raise ValueError(f"decoder_prefix: expected None, because {model.name} has no encoder")
+        return [Request(tokens) for tokens in ids]
+    _check_sources(model, ids)
+    begins = _decoder_begins(model, decoder_prefix, len(ids))
+    return [Request(begin, source) for begin, source in zip(begins, ids, strict=True)]
+
+
+def _listed(name: str, values: Any) -> Sequence[Any]:
+    """One string or list of ids as a list of one; several as they are."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, str) or (isinstance(values, Sequence) and _is_id(next(iter(values), None))):
+        return [values]
+    if not isinstance(values, Sequence):
+        raise ValueError(f"{name}: expected strings or lists of token ids, got {type(values).__name__}")
+    return values
+
+
+def _check_sources(model: Model, sources: Sequence[Sequence[int]]) -> None:
+    config = model.lm.config
+    for i, source in enumerate(sources):
+        if config.bounded and len(source) > config.source_length:
+            raise ValueError(
+                f"prompts[{i}]: {len(source)} tokens, {model.name} reads at most {config.source_length}"
+            )
+
+
+def _decoder_begins(model: Model, decoder_prefix: Any, count: int) -> list[list[int]]:
+    """What the decoder of every sequence begins with: the start tokens and the prefix."""
+    start = list(model.decoder_start)
+    if decoder_prefix is None:
+        return [start] * count
+    prefixes = _listed("decoder_prefix", decoder_prefix)
+    if len(prefixes) not in (1, count):
+        raise ValueError(
+            f"decoder_prefix: expected one, or one for each of {count} prompts, got {len(prefixes)}"
+        )
+    begins = []
+    for i, prefix in enumerate(prefixes):
+        name = f"decoder_prefix[{i}]"
+        if isinstance(prefix, str):
+            if model.tokenizer is None:
+                raise ValueError(
+                    f"{name}: expected token ids, because {model.name} has no tokenizer, got a string"
+                )
+            prefix = model.tokenizer.encode(prefix, special=False)
+        begins.append([*start, *check_tokens(name, prefix, model.vocab_size)])
+    return begins * (count // len(begins))
 
 
 def _is_id(value: Any) -> bool:
@@ -138,11 +187,9 @@ def _system(system: str | None) -> list[dict[str, str]]:
     return [] if system is None else [{"role": "system", "content": system}]
 
 
-def _capacity(
-    model: Model, prompts: Sequence[Sequence[int]], limits: np.ndarray, capacity: int | None
-) -> int:
+def _capacity(model: Model, requests: Sequence[Request], limits: np.ndarray, capacity: int | None) -> int:
     """Slots for the longest request, which must fit into the model's positions and ``capacity``."""
-    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+    for i, ((prompt, _), limit) in enumerate(zip(requests, limits, strict=True)):
         for room, whose in ((model.context_length, f"{model.name} has"), (capacity, "capacity is")):
             if room is not None and len(prompt) + limit > room:
                 raise ValueError(
@@ -151,7 +198,7 @@ def _capacity(
                 )
     if capacity is not None:
         return capacity
-    needed = max(len(prompt) + int(limit) for prompt, limit in zip(prompts, limits, strict=True))
+    needed = max(len(prompt) + int(limit) for (prompt, _), limit in zip(requests, limits, strict=True))
     return min(engine.bucket(needed), model.context_length)
 
 
@@ -202,6 +249,7 @@ def generate(
     drafter: Drafter | Model | str | None = None,
     verify: Verifier | str | None = None,
     max_new_tokens: int | Sequence[int] = 128,
+    decoder_prefix: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | None = None,
     chat: bool = False,
     system: str | None = None,
     num_samples: int = 1,
@@ -219,11 +267,14 @@ def generate(
 
     Args:
       model: see `load`.
-      prompts: one or several strings or lists of token ids.
+      prompts: one or several strings or lists of token ids. For an encoder-decoder (T5), what the encoder
+        reads, end token included where the checkpoint wants one (strings get it from the tokenizer).
       drafter: None: plain decoding; a name (one of `drafters.NAMED`, or "auto"); a `Drafter` from
         `jspec.drafters`; a smaller `Model` of the same vocabulary.
       verify: acceptance rule from `jspec.verify`, or its name; None: the best lossless one for the draft.
       max_new_tokens: one number, or one a prompt.
+      decoder_prefix: text or ids that an encoder-decoder's answer must go on from, one for all prompts or
+        one each; they follow the start token and are no part of the answer.
       chat: put each prompt into the checkpoint's chat template, with ``system`` before it if given.
       num_samples: answers per prompt, each with a random stream of its own.
       logprobs: also return the log-probability of every new token.
@@ -246,20 +297,29 @@ def generate(
     for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
-    ids = _as_prompts(model, prompts, chat, system)
-    limits = np.repeat(whole_each("max_new_tokens", max_new_tokens, len(ids)), num_samples)
+    requests = _as_requests(model, prompts, chat, system, decoder_prefix)
+    limits = np.repeat(whole_each("max_new_tokens", max_new_tokens, len(requests)), num_samples)
     batch = _prepare(
-        "generate", model, drafter, verify, widths, logprobs, sampling, prompts=len(ids), samples=num_samples
+        "generate",
+        model,
+        drafter,
+        verify,
+        widths,
+        logprobs,
+        sampling,
+        prompts=len(requests),
+        samples=num_samples,
     )
-    ids = [prompt for prompt in ids for _ in range(num_samples)]
-    slots = _capacity(model, ids, limits, capacity)
-    rows = min(batch_size or len(ids), len(ids))
-    batch.start(ids[:rows], limits[:rows], slots)
+    requests = [request for request in requests for _ in range(num_samples)]
+    slots = _capacity(model, requests, limits, capacity)
+    rows = min(batch_size or len(requests), len(requests))
+    batch.source_width = source_width(requests)
+    batch.start(requests[:rows], limits[:rows], slots)
     results: dict[int, Result] = {}
-    for sequence, _, finished in batch.decode(ids, limits, SEGMENT if batch.options.strings else None):
+    for sequence, _, finished in batch.decode(requests, limits, SEGMENT if batch.options.strings else None):
         if finished is not None:
             results[sequence] = finished
-    return collect([results[i] for i in range(len(ids))], batch.settings)
+    return collect([results[i] for i in range(len(requests))], batch.settings)
 
 
 class Stream:
@@ -284,9 +344,9 @@ class Stream:
 
 
 def _stream_one(
-    batch: Batch, ids: Sequence[int], limits: np.ndarray
+    batch: Batch, request: Request, limits: np.ndarray
 ) -> Generator[str | list[int], None, Output]:
-    for _, piece, finished in batch.decode([ids], limits, rounds=1):
+    for _, piece, finished in batch.decode([request], limits, rounds=1):
         if piece:
             yield piece
         if finished is not None:
@@ -301,6 +361,7 @@ def stream(
     drafter: Drafter | Model | str | None = None,
     verify: Verifier | str | None = None,
     max_new_tokens: int = 128,
+    decoder_prefix: str | Sequence[int] | None = None,
     chat: bool = False,
     system: str | None = None,
     logprobs: bool = False,
@@ -317,13 +378,14 @@ def stream(
     >>> list(stream(model, [0], max_new_tokens=3))
     [[1], [0], [1]]
     """
-    ids = _as_prompts(model, prompt, chat, system)
-    if len(ids) > 1:
-        raise ValueError(f"prompt: expected one prompt, got {len(ids)}")
+    requests = _as_requests(model, prompt, chat, system, decoder_prefix)
+    if len(requests) > 1:
+        raise ValueError(f"prompt: expected one prompt, got {len(requests)}")
     limits = whole_each("max_new_tokens", max_new_tokens, 1)
     batch = _prepare("stream", model, drafter, verify, widths, logprobs, sampling, prompts=1, samples=1)
-    batch.start(ids, limits, _capacity(model, ids, limits, capacity))
-    return Stream(_stream_one(batch, ids[0], limits))
+    batch.source_width = source_width(requests)
+    batch.start(requests, limits, _capacity(model, requests, limits, capacity))
+    return Stream(_stream_one(batch, requests[0], limits))
 
 
 class Session:
@@ -361,6 +423,8 @@ class Session:
         self._chats = model.tokenizer is not None and model.tokenizer.has_chat_template
         if system is not None and not self._chats:
             raise ValueError(f"system: expected a model with a chat template, but {model.name} has none")
+        if model.decoder_start:
+            raise ValueError(f"model: a session needs a decoder-only model, {model.name} has an encoder")
         self._model, self._capacity = model, capacity
         self._fixed = (_as_drafter(drafter, model), verify, widths, logprobs)
         self._ids: list[int] = []  # the conversation of a model without chat template
@@ -388,7 +452,8 @@ class Session:
         ids = self._conversation(turn)
         options = {"seed": self._turns, **sampling}
         batch = _prepare("say", self._model, *self._fixed, options, prompts=1, samples=1)
-        slots = _capacity(self._model, [ids], limits, self._capacity)
+        request = Request(ids)
+        slots = _capacity(self._model, [request], limits, self._capacity)
         held = self._held()
         reusable = 0 < len(held) < len(ids) and ids[: len(held)] == held
         if reusable and self._batch is not None and slots <= self._batch.capacity:
@@ -399,8 +464,8 @@ class Session:
             if self._capacity is None:  # room for as much again, so that few turns begin anew
                 slots = min(2 * slots, self._model.context_length)
             self.reused, self._batch = 0, batch
-            batch.start([ids], limits, slots)
-        return Stream(self._remember(turn, ids, _stream_one(batch, ids, limits)))
+            batch.start([request], limits, slots)
+        return Stream(self._remember(turn, ids, _stream_one(batch, request, limits)))
 
     def _conversation(self, turn: str | Sequence[int]) -> list[int]:
         """The ids of everything so far and ``turn``."""

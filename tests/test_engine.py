@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import CASES, Tiny, draft, reference, target
+from zoo import CASES, Tiny, encoder_decoder, first_layer, reference, target
 
 from jspec import drafters, engine, sampling, testing, verify
 from jspec.types import Drafter, Prompt, PyTree, Verifier
@@ -26,25 +28,19 @@ STATEFUL = (
 )
 
 
-def batch(prompts: list[list[int]]) -> Prompt:
-    width = max(map(len, prompts))
-    tokens = np.array([[*p, *[0] * (width - len(p))] for p in prompts], np.int32)
-    return Prompt(jnp.asarray(tokens), jnp.asarray([len(p) for p in prompts], jnp.int32))
-
-
-def build(name: str, vocab_size: int = V) -> tuple[Drafter, Verifier]:
-    case = CASES[name]
-    return case.drafter(target(vocab_size), draft(vocab_size)), case.verify()
+def build(name: str, model: Tiny | None = None) -> tuple[Drafter, Verifier]:
+    case, model = CASES[name], model or target(V)
+    return case.drafter(model, first_layer(model)), case.verify()
 
 
 def generate(
-    name: str, prompts: list[list[int]], new: list[int], seeds: list[int], **options
+    name: str, prompt: Prompt, new: list[int], seeds: list[int], *, model: Tiny | None = None, **options
 ) -> engine.State:
-    model = target(V)
-    drafter, rule = build(name)
+    model = model or target(V)
+    drafter, rule = build(name, model)
     return engine.generate(
         model.params,
-        batch(prompts),
+        prompt,
         sampling.row_keys(jnp.array(seeds)),
         target=model.lm,
         drafter=drafter,
@@ -62,24 +58,51 @@ def eos_of(ids: list[int]) -> engine.Stops:
     return engine.Stops(jnp.array(ids, jnp.int32), jnp.zeros((0, 1), jnp.int32))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_greedy_equals_plain_decoding_and_rows_equal_rows_alone(name):
-    """Ragged prompts, another limit a row, no spare slot in the cache, end tokens inside accepted blocks."""
-    model = target(V)
+#: Cases that run with an encoder-decoder in the quick suite: an encoder for the drafter, the target's own
+#: truncated cache, trees, side rows. The others under `slow`.
+QUICK_ENCODER_DECODER = ("model/block", "early_exit", "suffix tree", "token_recycling", "lookahead")
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        *((name, target) for name in CASES),
+        *(
+            pytest.param(
+                name, encoder_decoder, marks=() if name in QUICK_ENCODER_DECODER else pytest.mark.slow
+            )
+            for name in CASES
+        ),
+    ],
+)
+def test_greedy_equals_plain_decoding_and_rows_equal_rows_alone(name, family):
+    """Ragged prompts (and sources), another limit a row, no spare slot in the cache, end tokens inside
+    accepted blocks."""
+    model = family(V)
     capacity = max(len(p) + n for p, n in zip(PROMPTS, NEW, strict=True))
-    free = [reference(model, p, n) for p, n in zip(PROMPTS, NEW, strict=True)]
+    free = [reference(model, p, n, row=i) for i, (p, n) in enumerate(zip(PROMPTS, NEW, strict=True))]
+    prompt = model.prompt(PROMPTS)
     for eos in ([V + 1, V + 2], [free[0][9], free[2][15]]):
-        expected = [reference(model, p, n, tuple(eos)) for p, n in zip(PROMPTS, NEW, strict=True)]
-        together = generate(name, PROMPTS, NEW, [0, 1, 2], stops=eos_of(eos), capacity=capacity)
+        expected = [until(text, len(p), eos) for text, p in zip(free, PROMPTS, strict=True)]
+        options = dict(stops=eos_of(eos), capacity=capacity, model=model)
+        together = generate(name, prompt, NEW, [0, 1, 2], **options)
         for row in range(3):
             assert text(together, row) == expected[row]
             ended = expected[row][-1] in eos
             assert engine.FINISH_REASONS[int(together.finish[row])] == ("eos" if ended else "length")
         row = 1
-        alone = generate(name, [PROMPTS[row]], [NEW[row]], [row], stops=eos_of(eos), capacity=capacity)
+        one = jax.tree.map(operator.itemgetter(slice(row, row + 1)), prompt)
+        one = one._replace(tokens=one.tokens[:, : len(PROMPTS[row])])
+        alone = generate(name, one, [NEW[row]], [row], **options)
         assert text(alone, 0) == expected[row]
         assert int(alone.rounds[0]) == int(together.rounds[row])
         same_rows(alone, 0, together, row)
+
+
+def until(tokens: list[int], start: int, eos: list[int]) -> list[int]:
+    """``tokens`` up to the first end token from ``start`` on."""
+    ends = [i + 1 for i in range(start, len(tokens)) if tokens[i] in eos]
+    return tokens[: ends[0]] if ends else tokens
 
 
 def same_rows(a: engine.State, i: int, b: engine.State, j: int) -> None:
@@ -125,13 +148,13 @@ def test_stops_at_every_position_of_the_block(name):
     new = whole[4:]
     for position in range(12):
         first = new.index(new[position])
-        state = generate(name, [PROMPTS[1]], [12], [0], stops=eos_of([new[position], V + 5]))
+        state = generate(name, model.prompt([PROMPTS[1]]), [12], [0], stops=eos_of([new[position], V + 5]))
         assert text(state, 0) == whole[: 4 + first + 1]
         assert int(state.finish[0]) == engine.FINISH_REASONS.index("eos")
     for end in range(1, 12):
         sequence = new[max(0, end - 2) : end + 1]
         stops = engine.Stops(jnp.zeros(0, jnp.int32), jnp.array([[-1] * (4 - len(sequence)) + sequence]))
-        state = generate(name, [PROMPTS[1]], [12], [0], stops=stops)
+        state = generate(name, model.prompt([PROMPTS[1]]), [12], [0], stops=stops)
         ends = [
             i
             for i in range(len(new))
@@ -145,7 +168,7 @@ def test_a_stop_sequence_does_not_reach_into_the_prompt():
     model = target(V)
     whole = reference(model, PROMPTS[1], 6)
     stops = engine.Stops(jnp.zeros(0, jnp.int32), jnp.array([[PROMPTS[1][-1], whole[4]]]))
-    state = generate("plain", [PROMPTS[1]], [6], [0], stops=stops)
+    state = generate("plain", model.prompt([PROMPTS[1]]), [6], [0], stops=stops)
     again = [i for i in range(5, 10) if whole[i - 1 : i + 1] == [PROMPTS[1][-1], whole[4]]]
     assert text(state, 0) == whole[: again[0] + 1 if again else 10]
 
@@ -157,7 +180,7 @@ def test_exactly_the_asked_number_of_tokens(new):
     model = target(V)
     state = engine.generate(
         model.params,
-        batch([PROMPTS[2]]),
+        model.prompt([PROMPTS[2]]),
         sampling.row_keys(jnp.array([0])),
         target=model.lm,
         drafter=testing.scripted(whole, 4),
@@ -179,7 +202,7 @@ def test_statistics_count_drafts_and_not_the_bonus():
     script[wrong] = (script[wrong] + 1) % V
     state = engine.generate(
         model.params,
-        batch([PROMPTS[1]]),
+        model.prompt([PROMPTS[1]]),
         sampling.row_keys(jnp.array([0])),
         target=model.lm,
         drafter=testing.scripted(script, 4),
@@ -201,7 +224,7 @@ def test_log_probabilities_equal_teacher_forced_scores():
     settings = sampling.Settings(jnp.array([1.0, 0.0]), top_k=jnp.array([2, 0]))
     state = engine.generate(
         model.params,
-        batch(PROMPTS[1:]),
+        model.prompt(PROMPTS[1:]),
         sampling.row_keys(jnp.array([5, 6])),
         target=model.lm,
         drafter=drafter,
@@ -228,7 +251,9 @@ def test_a_second_turn_equals_decoding_the_whole_conversation(name):
     options = dict(target=model.lm, drafter=drafter, sampler=sampling.greedy(1))
     run = dict(**options, verify=rule, stops=engine.no_stops())
     keys = sampling.row_keys(jnp.array([3]))
-    state = engine.start(model.params, batch([PROMPTS[1]]), keys, max_new_tokens=6, capacity=40, **options)
+    state = engine.start(
+        model.params, model.prompt([PROMPTS[1]]), keys, max_new_tokens=6, capacity=40, **options
+    )
     state = engine.run(model.params, state, **run)
     first = text(state, 0)
     more = [7, 8, 9]
@@ -248,11 +273,13 @@ def test_a_draft_model_reads_a_second_turn_from_where_it_stands(new):
     options = dict(target=model.lm, drafter=drafter, sampler=sampling.greedy(1))
     keys, more = sampling.row_keys(jnp.array([3])), [7, 8, 9]
     turn = dict(max_new_tokens=8, **options)
-    state = engine.start(model.params, batch([PROMPTS[1]]), keys, max_new_tokens=new, capacity=40, **options)
+    state = engine.start(
+        model.params, model.prompt([PROMPTS[1]]), keys, max_new_tokens=new, capacity=40, **options
+    )
     state = engine.run(model.params, state, verify=verify.block(), stops=engine.no_stops(), **options)
     first = text(state, 0)
     state = engine.append(model.params, state, np.array([more]), np.array([3]), keys, **turn)
-    fresh = engine.start(model.params, batch([first + more]), keys, capacity=40, **turn)
+    fresh = engine.start(model.params, model.prompt([first + more]), keys, capacity=40, **turn)
     same_tree(state.cache, 0, fresh.cache, 0)
     same_tree(state.drafter_state.cache, 0, fresh.drafter_state.cache, 0)
 
@@ -262,7 +289,7 @@ def test_a_draft_model_with_fewer_positions_than_the_target():
     model = target(V)
     settings = dict(seed=1, vocab_size=V, rotary=None, bounded=True)
     small = Tiny(*testing.tiny_decoder(**settings, context_length=12))
-    prompt = batch(PROMPTS[:1] + PROMPTS[2:])
+    prompt = model.prompt(PROMPTS[:1] + PROMPTS[2:])
     state = engine.generate(
         model.params,
         prompt,
@@ -286,7 +313,7 @@ def test_a_draft_model_with_another_padding_of_the_vocabulary(draft_width):
     other = Tiny(*testing.tiny_decoder(seed=2, vocab_size=draft_width))
     state = engine.generate(
         model.params,
-        batch(PROMPTS),
+        model.prompt(PROMPTS),
         sampling.row_keys(jnp.arange(3)),
         target=model.lm,
         drafter=drafters.model(other, 3),
@@ -306,7 +333,7 @@ def test_a_refilled_row_equals_a_fresh_one(name):
     keys = sampling.row_keys(jnp.array([0, 1]))
     state = engine.start(
         model.params,
-        batch(PROMPTS[:2]),
+        model.prompt(PROMPTS[:2]),
         keys,
         max_new_tokens=jnp.array([14, 3]),
         capacity=32,
@@ -317,11 +344,11 @@ def test_a_refilled_row_equals_a_fresh_one(name):
     assert np.asarray(state.finish).tolist() == [0, engine.FINISH_REASONS.index("length")]
     second = dict(max_new_tokens=10, sampler=sampling.greedy(1), **shared)
     key = sampling.row_keys(jnp.array([9]))
-    state = engine.insert(model.params, state, 1, batch([PROMPTS[2]]), key, **second)
+    state = engine.insert(model.params, state, [1], model.prompt([PROMPTS[2]]), key, **second)
     state = engine.run(model.params, state, **run)
     assert text(state, 0) == reference(model, PROMPTS[0], 14)
     assert text(state, 1) == reference(model, PROMPTS[2], 10)
-    fresh = engine.start(model.params, batch([PROMPTS[2]]), key, capacity=32, **second)
+    fresh = engine.start(model.params, model.prompt([PROMPTS[2]]), key, capacity=32, **second)
     fresh = engine.run(model.params, fresh, **{**run, "sampler": sampling.greedy(1)})
     same_rows(fresh, 0, state, 1)
 
@@ -360,7 +387,7 @@ def test_values_do_not_compile_again():
     def once(prompts: list[list[int]], seeds: list[int], temperature: float, new: int) -> None:
         state = engine.generate(
             model.params,
-            batch(prompts),
+            model.prompt(prompts),
             sampling.row_keys(jnp.array(seeds)),
             target=model.lm,
             drafter=drafter,
@@ -392,7 +419,7 @@ def test_the_cache_is_written_in_place(name):
     def sizes(capacity: int) -> tuple[int, int]:
         state = engine.start(
             model.params,
-            batch(PROMPTS),
+            model.prompt(PROMPTS),
             sampling.row_keys(jnp.arange(3)),
             target=model.lm,
             drafter=drafter,
@@ -426,7 +453,7 @@ def test_stream_yields_the_rounds_of_generate():
     drafter, rule = build("suffix")
     shared = dict(target=model.lm, drafter=drafter, sampler=sampling.greedy(1))
     keys = sampling.row_keys(jnp.array([0]))
-    state = engine.start(model.params, batch([PROMPTS[2]]), keys, max_new_tokens=15, **shared)
+    state = engine.start(model.params, model.prompt([PROMPTS[2]]), keys, max_new_tokens=15, **shared)
     seen = [
         text(s, 0) for s in engine.stream(model.params, state, verify=rule, stops=engine.no_stops(), **shared)
     ]
@@ -441,7 +468,7 @@ def test_nan_weights_end_a_row_without_a_token():
         drafter, rule = build(name)
         state = engine.generate(
             broken,
-            batch(PROMPTS),
+            model.prompt(PROMPTS),
             sampling.row_keys(jnp.arange(3)),
             target=model.lm,
             drafter=drafter,
@@ -464,7 +491,7 @@ def test_a_broken_token_that_is_not_emitted_breaks_nothing():
         head = model.params["unembedding"]  # not tied: only reading the token breaks
         state = engine.generate(
             {**model.params, "embedding": embedding, "unembedding": head},
-            batch([PROMPTS[1]]),
+            model.prompt([PROMPTS[1]]),
             sampling.row_keys(jnp.array([0])),
             target=model.lm,
             drafter=testing.scripted(script, 4),
@@ -487,7 +514,7 @@ def test_a_row_without_a_possible_token_ends_as_nan(name, temperature):
     ):
         state = engine.generate(
             model.params,
-            batch([PROMPTS[1]]),
+            model.prompt([PROMPTS[1]]),
             sampling.row_keys(jnp.array([0])),
             target=model.lm,
             drafter=drafter,
@@ -501,7 +528,7 @@ def test_a_row_without_a_possible_token_ends_as_nan(name, temperature):
 
 def test_refusals():
     with pytest.raises(ValueError, match="capacity: expected at least 24 slots"):
-        generate("plain", [PROMPTS[1]], [20], [0], capacity=23)
+        generate("plain", target(V).prompt([PROMPTS[1]]), [20], [0], capacity=23)
     with pytest.raises(ValueError, match="prompt: expected lengths in 1"):
         model = target(V)
         engine.start(
@@ -519,7 +546,7 @@ def test_refusals():
         model = target(V)
         engine.generate(
             model.params,
-            batch([PROMPTS[0]]),
+            model.prompt([PROMPTS[0]]),
             sampling.row_keys(jnp.array([0])),
             target=model.lm,
             drafter=drafters.suffix(2),

@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import CASES, draft, full_logits, stranger, target
+from zoo import CASES, Tiny, draft, encoder_decoder, first_layer, full_logits, stranger, target
 
 from jspec import drafters, engine, sampling, verify
-from jspec.types import Drafter, Prompt, Verifier
+from jspec.types import Drafter, Verifier
 
 V, NEW, ROWS = 4, 4, 30_000
 PROMPT = [1, 2, 1, 3, 2]
@@ -31,10 +32,10 @@ QUICK = (
 )
 
 
-def exact_law(temperature: float, top_p: float, penalty: float) -> np.ndarray:
+def exact_law(model: Tiny, temperature: float, top_p: float, penalty: float) -> np.ndarray:
     """Probability of each of the V^4 continuations, by a plain sort-based reference of the sampler."""
     whole = np.concatenate([np.tile(PROMPT, (len(SEQUENCES), 1)), SEQUENCES], axis=1)
-    logits = full_logits(target(V), whole)
+    logits = full_logits(model, whole)
     probability = np.ones(len(SEQUENCES))
     for i in range(NEW):
         end = len(PROMPT) + i
@@ -68,17 +69,22 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 def sample(
-    drafter: Drafter, rule: Verifier, temperature: np.ndarray, top_p: float, penalty: float
+    model: Tiny,
+    drafter: Drafter,
+    rule: Verifier,
+    temperature: np.ndarray,
+    top_p: float,
+    penalty: float,
 ) -> np.ndarray:
     """Index into SEQUENCES of every row's four tokens."""
     rows = len(temperature)
     one = jnp.ones(rows)
     processors = [sampling.penalties(V, one * penalty, 0 * one, 0 * one)] if penalty != 1 else []
     settings = sampling.Settings(jnp.asarray(temperature), top_p=one * top_p if top_p < 1 else None)
-    model = target(V)
+    prompt = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), model.prompt([PROMPT]))
     state = engine.generate(
         model.params,
-        Prompt(jnp.tile(jnp.array([PROMPT]), (rows, 1)), jnp.full(rows, len(PROMPT))),
+        prompt,
         sampling.row_keys(jnp.arange(rows) + 12345),
         target=model.lm,
         drafter=drafter,
@@ -92,20 +98,26 @@ def sample(
 
 
 def check(
-    drafter: Drafter, rule: Verifier, top_p: float = 1.0, penalty: float = 1.0, rows: int = ROWS
+    drafter: Drafter,
+    rule: Verifier,
+    top_p: float = 1.0,
+    penalty: float = 1.0,
+    rows: int = ROWS,
+    model: Tiny | None = None,
 ) -> None:
+    model = target(V) if model is None else model
     temperature = np.where(np.arange(2 * rows) % 2 == 0, 1.0, 0.6).astype(np.float32)
     temperature[-50:] = 0
-    codes = sample(drafter, rule, temperature, top_p, penalty)
+    codes = sample(model, drafter, rule, temperature, top_p, penalty)
     for value in (1.0, 0.6):
         mine = codes[temperature == np.float32(value)]
         counts = np.bincount(mine, minlength=V**NEW)
-        law = exact_law(value, top_p, penalty)
+        law = exact_law(model, value, top_p, penalty)
         assert counts[law == 0].sum() == 0, "a token outside the filtered law came out"
         p = p_value(counts, law * len(mine))
         print(f"temperature {value}: p = {p:.4f}")
         assert p > 1e-5
-    assert (codes[temperature == 0] == exact_law(0, top_p, penalty).argmax()).all()
+    assert (codes[temperature == 0] == exact_law(model, 0, top_p, penalty).argmax()).all()
 
 
 @pytest.mark.parametrize(
@@ -118,6 +130,15 @@ def test_joint_law(name):
 @pytest.mark.parametrize("name", ["model/block", pytest.param("suffix tree/tree", marks=pytest.mark.slow)])
 def test_joint_law_with_penalty_and_top_p(name):
     check(CASES[name].drafter(target(V), draft(V)), CASES[name].verify(), top_p=0.8, penalty=PENALTY)
+
+
+@pytest.mark.parametrize(
+    "name", ["model/block", *(pytest.param(n, marks=pytest.mark.slow) for n in QUICK if n != "model/block")]
+)
+def test_joint_law_of_an_encoder_decoder(name):
+    """The drafter has an encoder of its own, or none and the target's cross-attention in its cache."""
+    model = encoder_decoder(V)
+    check(CASES[name].drafter(model, first_layer(model)), CASES[name].verify(), model=model)
 
 
 @pytest.mark.slow
@@ -137,7 +158,7 @@ def test_this_test_sees_a_wrong_rule():
 
     wrong = dataclasses.replace(drafter, method=method._replace(propose=propose))
     temperature = np.ones(ROWS, np.float32)
-    law = exact_law(1.0, 1.0, 1.0) * ROWS
+    law = exact_law(target(V), 1.0, 1.0, 1.0) * ROWS
     for tried, low, high in ((wrong, 0, 1e-6), (drafter, 1e-5, 1)):
-        counts = np.bincount(sample(tried, verify.token(), temperature, 1, 1), minlength=V**NEW)
+        counts = np.bincount(sample(target(V), tried, verify.token(), temperature, 1, 1), minlength=V**NEW)
         assert low <= p_value(counts, law) <= high

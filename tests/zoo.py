@@ -17,10 +17,25 @@ from jspec.types import Drafter, LanguageModel, Prompt, PyTree, Verifier
 
 
 class Tiny(NamedTuple):
-    """A model as `jspec.load` returns it, as far as drafters look."""
+    """A model as `jspec.load` returns it, as far as drafters look; an encoder-decoder with what it reads."""
 
     lm: LanguageModel
     params: PyTree
+    source: tuple[int, ...] = ()
+
+    def prompt(self, prompts: list[list[int]]) -> Prompt:
+        """A ragged batch; row i's source lacks its first i tokens."""
+        width = max(map(len, prompts))
+        tokens = np.array([[*p, *[0] * (width - len(p))] for p in prompts], np.int32)
+        lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
+        if not self.source:
+            return Prompt(jnp.asarray(tokens), lengths)
+        size = len(self.source)
+        sources = [[*self.source[i % size :], *[0] * (i % size)] for i in range(len(prompts))]
+        counts = [size - i % size for i in range(len(prompts))]
+        return Prompt(
+            jnp.asarray(tokens), lengths, jnp.asarray(sources, jnp.int32), jnp.asarray(counts, jnp.int32)
+        )
 
 
 class Case(NamedTuple):
@@ -37,10 +52,19 @@ def target(vocab_size: int) -> Tiny:
 
 
 @functools.cache
+def encoder_decoder(vocab_size: int) -> Tiny:
+    """A T5 of two and two layers."""
+    return Tiny(*testing.tiny_seq2seq(seed=2, vocab_size=vocab_size), source=(3, 1, 2, 0, 1))
+
+
+@functools.cache
 def draft(vocab_size: int) -> Tiny:
     """The target's first layer and its head: a draft model that often agrees with it."""
-    lm, params = target(vocab_size)
-    return Tiny(lm.truncate(1), params)
+    return first_layer(target(vocab_size))
+
+
+def first_layer(model: Tiny) -> Tiny:
+    return model._replace(lm=model.lm.truncate(1))
 
 
 @functools.cache
@@ -59,6 +83,20 @@ BINARY = trees.template(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 
 def sampled(*, distinct: bool) -> Callable[[Tiny, Tiny], Drafter]:
     return lambda t, d: testing.sampled_tree(law(t.lm.config.vocab_size), BINARY, distinct=distinct)
+
+
+def bigram(vocab_size: int) -> drafters.NgramTable:
+    """Two successors a token, and of some tokens one or none."""
+    rng = np.random.default_rng(4)
+    unigram = rng.dirichlet(np.ones(vocab_size))
+    laws = rng.dirichlet(np.ones(3), vocab_size)
+    laws[::3] = [1, 0, 0]
+    laws[1::3, 1] += laws[1::3, 2]
+    laws[1::3, 2] = 0
+    successors = np.stack([rng.permutation(vocab_size)[:2] for _ in range(vocab_size)])
+    arrays = (jnp.asarray(array, jnp.float32) for array in (unigram, laws[:, 0], laws[:, 1:]))
+    unigram, backoff, excess = arrays
+    return drafters.NgramTable(unigram, backoff, jnp.asarray(successors, jnp.int32), excess)
 
 
 CASES: dict[str, Case] = {
@@ -92,12 +130,16 @@ CASES: dict[str, Case] = {
     "distinct tree/tree": Case(sampled(distinct=True), verify.tree),
     "lookahead": Case(lambda t, d: drafters.lookahead(window=3, ngram=3, guesses=2), verify.target_only),
     "jacobi": Case(lambda t, d: drafters.jacobi(3), verify.target_only),
+    "ngram": Case(lambda t, d: drafters.ngram(bigram(t.lm.config.vocab_size), 3), verify.block),
 }
 
 
-def reference(model: Tiny, prompt: list[int], max_new_tokens: int, eos: tuple[int, ...] = ()) -> list[int]:
-    """Greedy decoding without cache, engine or sampler: one full forward a token."""
-    tokens = list(prompt)
+def reference(
+    model: Tiny, prompt: list[int], max_new_tokens: int, eos: tuple[int, ...] = (), row: int = 0
+) -> list[int]:
+    """Greedy decoding without cache, engine or sampler: one full forward a token. ``row`` is that of a batch
+    which the prompt stands in."""
+    model, tokens = model._replace(source=model.source[row:]), list(prompt)
     for _ in range(max_new_tokens):
         tokens.append(int(np.argmax(full_logits(model, np.array([tokens]))[0, -1])))
         if tokens[-1] in eos:
@@ -115,8 +157,12 @@ def _forward(lm: LanguageModel) -> Callable:
     from jspec.types import Block
 
     @jax.jit
-    def forward(params: PyTree, tokens: jnp.ndarray) -> jnp.ndarray:
-        prompt = Prompt(tokens, jnp.ones(tokens.shape[0], jnp.int32))
+    def forward(params: PyTree, tokens: jnp.ndarray, source: jnp.ndarray) -> jnp.ndarray:
+        rows = tokens.shape[0]
+        prompt = Prompt(tokens, jnp.ones(rows, jnp.int32))
+        if source.size:
+            source = jnp.broadcast_to(source[None], (rows, len(source)))
+            prompt = prompt._replace(source=source, source_lengths=jnp.full(rows, source.shape[1]))
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         out = lm.extend(params, lm.start(params, prompt, 8), Block(tokens, positions))
         return lm.head(params, out.hidden)
@@ -128,4 +174,5 @@ def full_logits(model: Tiny, tokens: np.ndarray) -> np.ndarray:
     """Logits [B, T, V] of whole sequences, padded to one width so that they compile once."""
     width = tokens.shape[1]
     padded = np.pad(tokens, ((0, 0), (0, WIDTH - width)))
-    return np.asarray(_forward(model.lm)(model.params, jnp.asarray(padded, jnp.int32)))[:, :width]
+    source = jnp.asarray(model.source, jnp.int32)
+    return np.asarray(_forward(model.lm)(model.params, jnp.asarray(padded, jnp.int32), source))[:, :width]

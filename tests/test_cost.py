@@ -5,6 +5,7 @@ import pytest
 
 from experiments import cost
 from jspec import drafters, measure, options, testing, verify
+from jspec.batch import Request
 from jspec.measure import CostCurve
 
 # alpha, gamma, operations, speed-up: Table 1 of arXiv 2211.17192 (c = 0).
@@ -151,7 +152,8 @@ def test_the_curve_is_measured():
 
 
 def test_a_replay_ends_with_the_text():
-    replayed = measure.replay(drafters.suffix(num_tokens=3), [7, 7], [7, 7, 7, 7], capacity=16, rows=8)
+    drafter = drafters.suffix(num_tokens=3)
+    replayed = measure.replay(drafter, Request([7, 7]), [7, 7, 7, 7], capacity=16, rows=8)
     assert replayed.accepted.tolist() == [3, 3, 2, 1]
     assert replayed.proposed.tolist() == [3, 3, 3, 3]
 
@@ -166,7 +168,7 @@ def test_a_replay_is_the_run(num_tokens, min_match):
     drafter = drafters.suffix(num_tokens=num_tokens, min_match=min_match)
     trial = measure.decode(
         params,
-        prompt,
+        Request(prompt),
         chosen.keys([0]),
         target=target,
         drafter=drafter,
@@ -176,7 +178,7 @@ def test_a_replay_is_the_run(num_tokens, min_match):
         max_new_tokens=24,
     )
     longest = drafters.suffix(num_tokens=6, min_match=min_match)
-    replayed = measure.replay(longest, prompt, trial.tokens, capacity=64, rows=32)
+    replayed = measure.replay(longest, Request(prompt), trial.tokens, capacity=64, rows=32)
     places = np.cumsum(trial.rounds.emitted) - trial.rounds.emitted
     proposed = np.minimum(np.minimum(replayed.proposed[places], num_tokens), 24 - places - 1)
     assert proposed.tolist() == trial.rounds.proposed.tolist()

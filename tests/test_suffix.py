@@ -332,7 +332,7 @@ def test_the_prompt_of_llma_is_what_was_absorbed():
     tokens, lengths = padded(texts(count=8))
     drafter = suffix(preset="llma")
     for chunk in (1, 4, S):
-        assert (absorb(drafter, tokens, lengths, chunk) == lengths).all()
+        assert (absorb(drafter, tokens, lengths, chunk).prompt == lengths).all()
     # A next turn, of 4 tokens: the answer so far and the turn are prompt, too.
     state = drafter.method.init(drafter.params, Prompt(tokens, lengths * 0 + 3), S, None)
     path = jnp.broadcast_to(jnp.arange(4)[None], (8, 4))
@@ -340,7 +340,10 @@ def test_the_prompt_of_llma_is_what_was_absorbed():
     context = context_of(tokens, lengths * 0 + 9)
     forward = Forward(jnp.zeros((8, 4, 1)), {}, (), None)
     draft = Draft(path, path - 1, path >= 0)
-    assert drafter.method.update(drafter.params, state, context, draft, turn, forward).tolist() == [13] * 8
+    assert (
+        drafter.method.update(drafter.params, state, context, draft, turn, forward).prompt.tolist()
+        == [13] * 8
+    )
     # A finished row and a round of generation change nothing.
     state = drafter.method.init(drafter.params, Prompt(tokens, lengths), S, None)
     none = jnp.zeros_like(lengths)
@@ -348,11 +351,33 @@ def test_the_prompt_of_llma_is_what_was_absorbed():
     for count, logits in ((none, None), (none + 2, jnp.zeros((8, 3, 5)))):
         forward = Forward(jnp.zeros((8, 3, 1)), {}, (), logits)
         args = (context_of(tokens, lengths), Draft(path, path, path < 0), Verdict(path, count, path, count))
-        assert (drafter.method.update(drafter.params, state, *args, forward) == lengths).all()
+        assert (drafter.method.update(drafter.params, state, *args, forward).prompt == lengths).all()
 
 
 def test_other_rules_keep_no_state():
-    assert suffix().method.init(suffix().params, Prompt(*padded([[1]])), S, None) == ()
+    state = suffix().method.init(suffix().params, Prompt(*padded([[1]])), S, None)
+    assert jax.tree.leaves(state) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"preset": "pld"}, {"preset": "sam"}, {"preset": "llma"}, {"num_nodes": 8}]
+)
+def test_an_encoders_source_is_text_before_the_decoders(options):
+    """Source and output apart give the draft of the two as one text."""
+    drafter = suffix(**options)
+    rows = [row for row in texts(count=30, seed=11) if len(row) > 1]
+    cuts = [1 + i % (len(row) - 1) for i, row in enumerate(rows)]
+    whole = propose(drafter, rows, cuts)
+    sources, outputs = (
+        [row[:cut] for row, cut in zip(rows, cuts, strict=True)],
+        [row[cut:] for row, cut in zip(rows, cuts, strict=True)],
+    )
+    tokens, lengths = padded(outputs)
+    prompt = Prompt(tokens, jnp.zeros_like(lengths), *padded(sources, seed=2))
+    state = drafter.method.init(drafter.params, prompt, S, None)
+    apart, _ = _propose(drafter.params, state, tokens, lengths, drafter.method)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_array_equal(np.where(whole.valid, one, 0), np.where(whole.valid, other, 0))
 
 
 def test_equal_settings_are_one_method_and_thresholds_do_not_recompile():

@@ -7,7 +7,9 @@ One array ``m`` serves the whole family (prompt lookup, LLMA, vLLM's n-gram prop
     text   1 2 3 9 1 2 3 8 1 2
     m      0 2 0 0 0 2 0 0 0 .      the last token is never compared with itself
 
-A rule (`Lookup`) chooses an occurrence by length and place, and copies what follows it.
+A rule (`Lookup`) chooses an occurrence by length and place, and copies what follows it. With an
+encoder-decoder the text is the source and, after it, what the decoder has written: summaries copy from what
+they summarise.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jspec.drafters.common import chain, merge_branches, root, take
-from jspec.types import Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, PyTree, Verdict
+from jspec.types import Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, Verdict
 
 OCCURRENCES = 8  # branches of a voted tree; with 16 the mean accepted length changed by less than 0.002
 MAX_WEIGHT = 16  # log2 of the largest vote, so that sums stay within int32
@@ -141,14 +143,39 @@ def _continuations(
     return tokens, valid
 
 
+class SuffixState(NamedTuple):
+    """What the text holds besides the decoder's tokens, and how much of it is prompt."""
+
+    prompt: Int[Array, " B"] | None  # its length, with `Lookup.prompt_only`
+    source: Int[Array, "B Ts"] | None  # an encoder's, shifted to the right end; -1 before it
+
+
+def _shifted(source: Int[Array, "B Ts"], lengths: Int[Array, " B"]) -> Int[Array, "B Ts"]:
+    """Right padded to left padded, with -1: (4, 5, 0, 0) of length 2 is (-1, -1, 4, 5)."""
+    width = source.shape[1]
+    index = jnp.arange(width, dtype=jnp.int32)[None] - (width - lengths)[:, None]
+    return jnp.where(index >= 0, take(source, jnp.maximum(index, 0)), -1)
+
+
 @functools.cache
 def _suffix(lookup: Lookup, num_nodes: int | None) -> Method:
-    # The state: with prompt_only the length of the prompt [B], else nothing.
-    def init(params: SuffixParams, prompt: Prompt, capacity: int, target: LanguageModel) -> PyTree:
-        return prompt.lengths if lookup.prompt_only else ()
+    def init(params: SuffixParams, prompt: Prompt, capacity: int, target: LanguageModel) -> SuffixState:
+        source = None
+        if prompt.source is not None and prompt.source_lengths is not None:
+            source = _shifted(prompt.source, prompt.source_lengths)
+        return SuffixState(prompt.lengths if lookup.prompt_only else None, source)
 
-    def propose(params: SuffixParams, state: PyTree, context: Context, keys: Keys) -> tuple[Draft, PyTree]:
-        end = state if lookup.prompt_only else context.lengths - lookup.withheld
+    def propose(
+        params: SuffixParams, state: SuffixState, context: Context, keys: Keys
+    ) -> tuple[Draft, SuffixState]:
+        before = 0
+        if state.source is not None:
+            before = state.source.shape[1]
+            context = context._replace(
+                tokens=jnp.concatenate([state.source, context.tokens], axis=1),
+                lengths=before + context.lengths,
+            )
+        end = context.lengths - lookup.withheld if state.prompt is None else before + state.prompt
         count = 1 if num_nodes is None else OCCURRENCES
         places, found = _occurrences(params, lookup, context, end, count)
         tokens, valid = _continuations(params, lookup, context, end, places, found)
@@ -162,17 +189,17 @@ def _suffix(lookup: Lookup, num_nodes: int | None) -> Method:
 
     def update(
         params: SuffixParams,
-        state: PyTree,
+        state: SuffixState,
         context: Context,
         draft: Draft,
         verdict: Verdict,
         forward: Forward,
-    ) -> PyTree:
-        if not lookup.prompt_only or forward.logits is not None:
+    ) -> SuffixState:
+        if state.prompt is None or forward.logits is not None:
             return state
         # All that is absorbed is prompt, and so is the token after it.
         absorbed = jnp.where(verdict.num_emitted > 0, context.lengths + verdict.num_emitted, 0)
-        return jnp.maximum(state, absorbed)
+        return state._replace(prompt=jnp.maximum(state.prompt, absorbed))
 
     width = 1 + lookup.num_tokens if num_nodes is None else num_nodes
     return Method(init, propose, update, width=width, depth=lookup.num_tokens)
@@ -191,7 +218,7 @@ def suffix(
 ) -> Drafter:
     """Draft what followed the longest earlier occurrence of the text's own end, in prompt and output.
 
-    Lossless in law with any lossless rule: every token is chosen. No weights and no state; a round costs
+    Lossless in law with any lossless rule: every token is chosen. No weights; a round costs
     O(max_match * S) comparisons. Where nothing matches the draft is empty and the round a plain step.
 
     With m[i] the length of the common suffix of text[:i + 1] and the text, and L the text's length::
@@ -221,7 +248,7 @@ def suffix(
     >>> text = jnp.array([[1, 2, 3, 9, 1, 2, 3, 8, 1, 2]])
     >>> context = Context(text, jnp.array([10]), jnp.array([99]), (), *[None] * 4)
     >>> method = suffix(3).method
-    >>> draft, _ = method.propose(suffix(3).params, (), context, None)
+    >>> draft, _ = method.propose(suffix(3).params, SuffixState(None, None), context, None)
     >>> draft.tokens.tolist()
     [[2, 3, 8, 1]]
 

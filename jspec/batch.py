@@ -149,7 +149,7 @@ class Batch:
                 (state.tokens, state.lengths, state.starts, state.finish, state.rounds)
             )
             self.rounds += int((rounds_of_rows - counted).max())  # of a row that ran to the last one
-            refills = []
+            refills, record = [], None
             for row, writer in list(writers.items()):
                 new = tokens[row, starts[row] + len(writer.tokens) : lengths[row]].tolist()
                 reason = None if finish[row] == stops.RUNNING else stops.FINISH_REASONS[finish[row]]
@@ -157,8 +157,8 @@ class Batch:
                 if writer.finish is None:
                     yield sequences[row], piece, None
                     continue
-                mine = parallel.fetch(jax.tree.map(operator.itemgetter(row), self.state.record))
-                mine = jax.tree.map(operator.itemgetter(slice(int(starts[row]), None)), mine)
+                record = parallel.fetch(state.record) if record is None else record
+                mine = jax.tree.map(operator.itemgetter((row, slice(int(starts[row]), None))), record)
                 yield sequences[row], piece, result(writer, mine)
                 del writers[row]
                 if waiting:
@@ -199,11 +199,13 @@ def _padded(lists: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarray,
     return padded, lengths
 
 
-def source_width(requests: Sequence[Request]) -> int:
+def source_width(requests: Sequence[Request], most: int | None = None) -> int:
     """The width of encoder inputs, a power of two, so that few widths are compiled; 0 without encoder.
+    ``most``: positions that the encoder has, which all sources fit into.
 
     >>> source_width([Request([0], [5] * 17), Request([0], [5])]), source_width([Request([3])])
     (32, 0)
     """
     longest = max(len(request.source or ()) for request in requests)
-    return 0 if longest == 0 else max(16, 1 << (longest - 1).bit_length())
+    width = 0 if longest == 0 else max(16, 1 << (longest - 1).bit_length())
+    return width if most is None else min(width, most)

@@ -29,9 +29,9 @@ class Model:
       tokenizer: None: prompts are token ids, outputs have no text.
       eos: the ids that end an answer; () decodes up to ``max_new_tokens``.
       name: for messages and reports.
-      decoder_start: what the decoder of an encoder-decoder begins with; () for a decoder-only model.
       vocab_size: ids below it are tokens; ids from there to the width of the logits are padding and never
         come out. 0 (default): no padding.
+      decoder_start: what the decoder of an encoder-decoder begins with; () for a decoder-only model.
     """
 
     lm: LanguageModel
@@ -39,8 +39,8 @@ class Model:
     tokenizer: tokenizers.Tokenizer | None = None
     eos: tuple[int, ...] = ()
     name: str = "model"
-    decoder_start: tuple[int, ...] = ()
     vocab_size: int = 0
+    decoder_start: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         width = self.lm.config.vocab_size
@@ -62,6 +62,12 @@ class Model:
     def context_length(self) -> int:
         """The longest text, prompt and answer together, in tokens."""
         return self.lm.config.context_length
+
+    @property
+    def source_length(self) -> int | None:
+        """The longest source in tokens, where an encoder has a bound; else None."""
+        config = self.lm.config
+        return config.source_length if self.decoder_start and config.bounded else None
 
     @property
     def vocabulary(self) -> tokenizers.Vocabulary | None:

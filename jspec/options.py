@@ -12,8 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from jspec import engine, sampling
 from jspec.sampling import Processor
@@ -161,10 +163,8 @@ class Options:
     def keys(self, rows: Sequence[int]) -> Keys:
         """One key a row, from its seed and its number among its prompt's samples."""
         index = np.asarray(rows)
-        return sampling.fold(
-            sampling.row_keys(jnp.asarray(self.seeds[index], jnp.uint32)),
-            jnp.asarray(self.samples[index], jnp.int32),
-        )
+        seeds, samples = self.seeds[index], self.samples[index]
+        return _keys(jnp.asarray(seeds, jnp.uint32), jnp.asarray(samples, jnp.int32))
 
     def stops(self) -> engine.Stops:
         """What the engine itself checks: end tokens and token sequences."""
@@ -176,6 +176,11 @@ class Options:
 
     def _enders(self) -> set[int]:
         return {*self.ends, *(sequence[0] for sequence in self.sequences if len(sequence) == 1)}
+
+
+@jax.jit
+def _keys(seeds: Int[Array, " B"], samples: Int[Array, " B"]) -> Keys:
+    return sampling.fold(sampling.row_keys(seeds), samples)
 
 
 def resolve(

@@ -131,12 +131,10 @@ def _listed(name: str, values: Any) -> Sequence[Any]:
 
 
 def _check_sources(model: Model, sources: Sequence[Sequence[int]]) -> None:
-    config = model.lm.config
+    most = model.source_length
     for i, source in enumerate(sources):
-        if config.bounded and len(source) > config.source_length:
-            raise ValueError(
-                f"prompts[{i}]: {len(source)} tokens, {model.name} reads at most {config.source_length}"
-            )
+        if most is not None and len(source) > most:
+            raise ValueError(f"prompts[{i}]: {len(source)} tokens, {model.name} reads at most {most}")
 
 
 def _decoder_begins(model: Model, decoder_prefix: Any, count: int) -> list[list[int]]:
@@ -313,7 +311,7 @@ def generate(
     requests = [request for request in requests for _ in range(num_samples)]
     slots = _capacity(model, requests, limits, capacity)
     rows = min(batch_size or len(requests), len(requests))
-    batch.source_width = source_width(requests)
+    batch.source_width = source_width(requests, model.source_length)
     batch.start(requests[:rows], limits[:rows], slots)
     results: dict[int, Result] = {}
     for sequence, _, finished in batch.decode(requests, limits, SEGMENT if batch.options.strings else None):
@@ -383,7 +381,7 @@ def stream(
         raise ValueError(f"prompt: expected one prompt, got {len(requests)}")
     limits = whole_each("max_new_tokens", max_new_tokens, 1)
     batch = _prepare("stream", model, drafter, verify, widths, logprobs, sampling, prompts=1, samples=1)
-    batch.source_width = source_width(requests)
+    batch.source_width = source_width(requests, model.source_length)
     batch.start(requests, limits, _capacity(model, requests, limits, capacity))
     return Stream(_stream_one(batch, requests[0], limits))
 

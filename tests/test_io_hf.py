@@ -56,6 +56,33 @@ def test_parity_with_transformers(name, tmp_path):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+ENCODER_DECODERS = ["t5", "t5_v1_1", "mt5", "marian", "bart", "mbart"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_a_folder_that_transformers_wrote(family, tmp_path):
+    from transformers import AutoModelForSeq2SeqLM
+
+    folder = tiny_checkpoint(tmp_path / "old", family)
+    AutoModelForSeq2SeqLM.from_pretrained(folder).save_pretrained(tmp_path / "new")
+    (config, params, _), (found, again, _) = load_hf(folder), load_hf(tmp_path / "new")
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    assert decoder_start(tmp_path / "new") == decoder_start(folder) == (0,)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("family", "head"), [("t5", True), ("t5_v1_1", False), ("mt5", False), ("marian", True), ("bart", True)]
+)
+def test_heads_that_the_config_does_not_tell_follow_transformers(family, head, tmp_path):
+    other = np.random.default_rng(5).normal(0, 0.2, (96, 32)).astype(np.float32)
+    folder = edit(tiny_checkpoint(tmp_path, family), lm_head__weight=other if head else None)
+    assert load_hf(folder)[0].tied != head
+    np.testing.assert_allclose(forward(folder)[0], reference(folder)[0], atol=1e-4)
+
+
 def test_shards_give_the_same_params(tmp_path):
     whole = tiny_checkpoint(tmp_path / "whole", "qwen2")
     split = tmp_path / "split"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jspec.io.params import fill, named
-from jspec.models import Config, registry
+from jspec.models import Config, Seq2SeqConfig, registry
 from jspec.models.decoder import Params
 from jspec.models.families.base import ROW, TRANSPOSE, Family, Transform
 
@@ -184,37 +185,60 @@ def save_hf(model: Model, folder: str | Path) -> Path:
     generation_config.json and the tokenizer's files. Returns the folder.
 
     The weights keep their dtypes; `load_hf` gives the same params back, bit for bit. Whatever family the
-    architecture came from, the first one that can express it is written (`registry.express`).
+    architecture came from, the first one that can express it is written (`registry.express`). Scales of
+    embedding and head that T5 has no words for go into the weights (`without_scales`).
 
     Raises:
         ValueError: the folder is not empty, or no family can express the model; the message says why.
         OSError: the folder cannot be written.
     """
     folder = Path(folder).expanduser()
-    family, raw = registry.express(model.lm.config)
+    config, params = without_scales(model.lm.config, model.params)
+    family, raw = registry.express(config)
     generation = _token_ids(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"folder: expected a new or an empty one, got {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    table = _table(family, model.lm.config, family.prefix)
+    table = _table(family, config, family.prefix)
     try:
-        save_file(named(model.params, table), folder / SINGLE, metadata={"format": "pt"})
+        save_file(named(params, table), folder / SINGLE, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{folder}: cannot write {SINGLE} ({error})") from error
     if model.tokenizer is not None:
         model.tokenizer.backend.save_pretrained(str(folder))
-    raw |= {"dtype": str(model.params["embedding"].dtype), **generation}
+    raw |= {"dtype": str(params["embedding"].dtype), **generation}
     for name, values in (("generation_config.json", generation), ("config.json", raw)):
         (folder / name).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     return folder
 
 
+def without_scales(config: Config, params: Params) -> tuple[Config, Params]:
+    """A T5-like model whose embedding is scaled, as one of the same logits whose embedding is not.
+
+    Training likes the scale (Adam moves every number by about the learning rate, whatever its size); a T5
+    checkpoint holds the product. What remains to be said of the logits' scale goes into the final norm::
+
+        norm(x) g . e l  =  norm(x) g' . (s e) E^-0.5   with   g' = g (l / s) E^0.5
+
+    Other models come back as they are.
+    """
+    scaled = isinstance(config, Seq2SeqConfig) and config.positions == "relative" and config.tied
+    if not scaled or config.embedding_scale == 1 or config.norm_placement != "pre":
+        return config, params
+    assert isinstance(config, Seq2SeqConfig)
+    scale, plain = config.embedding_scale, config.width**-0.5
+    embedding, gain = params["embedding"], params["norm"]["scale"]
+    params = params | {
+        "embedding": embedding * jnp.asarray(scale, embedding.dtype),
+        "norm": params["norm"] | {"scale": gain * (config.logit_scale / scale / plain)},
+    }
+    return dataclasses.replace(config, embedding_scale=1.0, logit_scale=plain), params
+
+
 def _token_ids(model: Model) -> dict[str, Any]:
     """What ``generate`` of transformers needs to know; None where it would assume something else."""
     if len(model.decoder_start) > 2:
-        raise ValueError(
-            f"decoder_start: expected at most 2 tokens in a checkpoint, got {model.decoder_start}"
-        )
+        raise ValueError(f"decoder_start: expected at most 2 tokens, got {model.decoder_start}")
     backend = None if model.tokenizer is None else model.tokenizer.backend
     start, forced = (*model.decoder_start, None, None)[:2]
     pad = getattr(backend, "pad_token_id", None)

@@ -1,1 +1,1 @@
-"""Where the training of drafters will live; nothing is here yet."""
+"""Training of models and drafters: one loop, and a recipe a file."""

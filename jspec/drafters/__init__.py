@@ -4,6 +4,7 @@ from jspec.drafters.autoregressive import confidence, entropy_bound
 from jspec.drafters.jacobi import jacobi, lookahead
 from jspec.drafters.length import heuristic
 from jspec.drafters.model import model
+from jspec.drafters.ngram import NgramTable, load_ngram, ngram, save_ngram
 from jspec.drafters.plain import plain
 from jspec.drafters.recycling import token_recycling
 from jspec.drafters.self import early_exit
@@ -16,14 +17,18 @@ NAMED = {
 
 __all__ = [
     "NAMED",
+    "NgramTable",
     "confidence",
     "early_exit",
     "entropy_bound",
     "heuristic",
     "jacobi",
+    "load_ngram",
     "lookahead",
     "model",
+    "ngram",
     "plain",
+    "save_ngram",
     "suffix",
     "token_recycling",
 ]

@@ -1,0 +1,119 @@
+"""`python -m training RECIPE --config FILE`: train, and say where the model lies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import rich.console
+import typer
+
+from jspec import auto
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+Config = Annotated[Path, typer.Option(help="A YAML file as in configs/.")]
+DataFolder = Annotated[Path, typer.Option(help="What the configuration's data files are relative to.")]
+Output = Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/<config's name>.")]
+MeshShape = Annotated[str | None, typer.Option(help="Devices, DATAxMODEL as in 4x2; default: one.")]
+
+
+@app.callback()
+def main() -> None:
+    """Train models and drafters."""
+
+
+def _console() -> rich.console.Console:
+    return rich.console.Console() if sys.stdout.isatty() else rich.console.Console(width=200)
+
+
+def _mesh(shape: str | None) -> Any:
+    from jspec import parallel
+
+    if shape is None:
+        return None
+    parallel.initialize_distributed()
+    try:
+        data, model = (int(size) for size in shape.split("x"))
+    except ValueError:
+        raise ValueError(f"mesh: expected DATAxMODEL, as in 4x2, got {shape!r}") from None
+    return parallel.make_mesh(data, model)
+
+
+def _train(
+    recipes: Any, kind: type[Any], config: Path, data: Path, output: Path | None, **options: Any
+) -> None:
+    """Run a recipe on what its configuration names."""
+    from training import config as configs
+    from training import recipe
+
+    settings = configs.load(config, kind)
+    folder = output or Path("runs") / config.stem
+    recipes.run(settings, recipe.read(settings.data, data), folder, **options)
+    print(folder)
+
+
+@app.command()
+def finetune(
+    config: Config, data: DataFolder = Path("."), output: Output = None, mesh: MeshShape = None
+) -> None:
+    """A model learns the answers of a corpus, from a checkpoint or from scratch."""
+    from training import finetune as recipes
+
+    placed = _mesh(mesh)  # before anything touches a device
+    _train(recipes, recipes.Finetune, config, data, output, mesh=placed, console=_console())
+
+
+@app.command()
+def distill(
+    config: Config, data: DataFolder = Path("."), output: Output = None, mesh: MeshShape = None
+) -> None:
+    """A smaller model learns a target's laws, on given text, the target's or its own."""
+    from training import distill as recipes
+
+    placed = _mesh(mesh)
+    _train(recipes, recipes.Distill, config, data, output, mesh=placed, console=_console())
+
+
+@app.command()
+def online(config: Config, data: DataFolder = Path("."), output: Output = None) -> None:
+    """A drafter learns from the requests that it serves."""
+    from training import online as recipes
+
+    _train(recipes, recipes.Online, config, data, output, console=_console())
+
+
+@app.command()
+def ngram(config: Config, data: DataFolder = Path("."), output: Output = None) -> None:
+    """A unigram or bigram drafter, by counting."""
+    from training import ngram as recipes
+
+    _train(recipes, recipes.Ngram, config, data, output)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder, in Hugging Face's format.")],
+) -> None:
+    """Write a trained model as a folder that transformers loads."""
+    from training import export as exports
+
+    print(exports.run(run, folder))
+
+
+def run() -> None:
+    """The command line, with one line for whatever a user can mend."""
+    jax.config.update("jax_compilation_cache_dir", str(auto.cache_folder() / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    try:
+        app(prog_name="python -m training")
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+        rich.console.Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    run()

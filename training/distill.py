@@ -1,0 +1,272 @@
+"""Distillation: a smaller model learns a target's laws on given text, the target's text, or its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import pydantic
+import rich.console
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jspec import models, parallel
+from jspec.checkpoint import Model, load
+from jspec.io import orbax
+from jspec.models.layers import Dropout
+from jspec.types import LanguageModel, PyTree
+from training import acceptance, forward, init, losses, recipe
+from training.config import Batching, Count, Strict, Training
+from training.data import Example, Limits
+from training.loop import fit
+from training.text import Source, Texts, Writing, answered
+
+EVALUATION_SEED = 2**31
+
+
+class Drafter(Strict):
+    """The drafter before the first step: a checkpoint (Hub id, folder or run), a random architecture (see
+    `training.finetune.Finetune`; ``vocab_size`` is the target's), or some of the target's layers."""
+
+    checkpoint: str | None = None
+    architecture: dict[str, Any] | None = None
+    layers: tuple[int, ...] | None = None
+    encoder_layers: tuple[int, ...] | None = None  # with ``layers``; None: all
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Drafter:
+        given = [name for name in ("checkpoint", "architecture", "layers") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected one of checkpoint, architecture and layers, got {given or 'none'}")
+        if self.encoder_layers is not None and self.layers is None:
+            raise ValueError("encoder_layers: expected layers with them")
+        return self
+
+
+class Filter(Strict):
+    """AdaSPEC's token filter: learn only from the share ``keep`` of the tokens where most is to be gained on
+    ``reference``, a copy of the drafter that was distilled before (a run's folder)."""
+
+    reference: str
+    keep: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.4
+
+
+class Distill(Strict):
+    """A target, a drafter, a loss by name (`training.losses.NAMES`) with its arguments, text, and a loop.
+
+    Evaluations simulate acceptance with ``gamma`` drafted tokens: on the validation answers, or, with
+    ``evaluation_text: target``, on what the target itself writes (greedily for temperature 0, sampled for 1).
+    """
+
+    target: str | None = None  # for the command line
+    drafter: Drafter
+    loss: str = "forward_kl"
+    loss_arguments: dict[str, float] = pydantic.Field(default={})
+    token_filter: Filter | None = None
+    sources: Annotated[tuple[Source, ...], pydantic.Field(min_length=1)] = (Source(text="references"),)
+    data: recipe.Data | None = None
+    limits: Limits = Limits()
+    chat: bool = False  # sources are user messages, put into the chat template (decoder-only)
+    batching: Batching = Batching(batch_size=64)
+    max_new_tokens: Count = 128  # of answers that are written
+    generation_batch: Count = 64  # answers written at a time
+    evaluation_text: Literal["references", "target"] = "references"
+    validation_examples: Count = 512
+    gamma: Count = 5
+    training: Training
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Distill:
+        losses.named(self.loss, **self.loss_arguments)
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """The objective: a loss between target and drafter, a mean of sequences' means.
+
+    The target's forward is part of the step and its params are arguments; where the loss does not look at
+    them (cross-entropy) the compiler leaves it out.
+    """
+
+    target: LanguageModel
+    drafter: LanguageModel
+    loss: losses.Loss
+    dropout: float
+    width: int  # logits beyond the common vocabulary are padding
+    reference: LanguageModel | None = None
+    keep: float = 1.0
+
+    def __call__(
+        self, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[Float[Array, ""], dict[str, Array]]:
+        """See `training.loop.Objective`; ``frozen`` holds the params of target and reference."""
+
+        def teacher(lm: LanguageModel, params: PyTree) -> Float[Array, "B T V"]:
+            return jax.lax.stop_gradient(forward.logits(lm, params, batch)[..., : self.width])
+
+        noise = Dropout(key, self.dropout) if self.dropout else None
+        p = teacher(self.target, frozen["target"])
+        q = forward.logits(self.drafter, params, batch, dropout=noise)[..., : self.width]
+        weights = batch.weights
+        if self.reference is not None:
+            r = teacher(self.reference, frozen["reference"])
+            weights = losses.token_filter(p, q, r, batch.labels, weights, keep=self.keep)
+        return losses.sequence_mean(self.loss(p, q, batch.labels), weights), {}
+
+
+def run(
+    config: Distill,
+    corpus: recipe.Corpus,
+    output: str | Path,
+    *,
+    target: Model | None = None,
+    cache: str | Path | None = None,
+    mesh: Mesh | None = None,
+    console: rich.console.Console | None = None,
+) -> Model:
+    """The distilled drafter: trained, or trained to the end, or read where that was done before.
+
+    Args:
+      corpus: sources and reference answers; token ids for a target without tokenizer.
+      output: the run's folder; ``jspec.load(output)`` reads it later.
+      target: None: the one that ``config`` names. Its forward computes in the dtype of its params.
+      cache: a folder for what the target writes, which several runs may share; None: within ``output``.
+      mesh: see `jspec.parallel`. It is no part of the run: another one may take over.
+
+    Raises:
+      ValueError: a wrong configuration, corpus or folder, or another vocabulary than the target's.
+      OSError, FloatingPointError: see `training.loop.fit`.
+    """
+    output = Path(output)
+    if target is None:
+        if config.target is None:
+            raise ValueError("target: expected a checkpoint or a run's folder, got none")
+        with recipe.before_mesh(mesh):
+            target = load(config.target, config.training.dtype)
+    inputs = {
+        "recipe": "distill",
+        "train": recipe.text_fingerprint(corpus.train),
+        "validation": recipe.text_fingerprint(corpus.validation),
+        "target": recipe.model_fingerprint(target.lm.config, target.params),
+    }
+    if recipe.open_folder(output, config, inputs):
+        return recipe.read_model(output, mesh)
+    settings = config.training
+    with recipe.before_mesh(mesh):
+        drafter = _start(config.drafter, target, settings.seed)
+        reference = None if config.token_filter is None else load(config.token_filter.reference)
+    for name, model in (("drafter", drafter), ("token_filter.reference", reference)):
+        if model is not None:
+            recipe.check_vocabulary(name, target, model)
+    recipe.describe(output, drafter)
+    if mesh is not None:
+        placed = parallel.param_shardings(mesh, target.params, target.lm.config)
+        target = dataclasses.replace(target, params=parallel.shard(target.params, placed))
+    encode = functools.partial(
+        recipe.encode,
+        tokenizer=target.tokenizer,
+        encoder=bool(target.decoder_start),
+        limits=config.limits,
+        chat=config.chat,
+    )
+    writing = Writing(
+        config.max_new_tokens, config.generation_batch, output / "text" if cache is None else Path(cache)
+    )
+    texts = Texts(
+        config.sources,
+        encode(corpus.train, name="train"),
+        target,
+        drafter,
+        output / "text",
+        writing=writing,
+        batching=config.batching,
+        training=settings,
+        mesh=mesh,
+    )
+    validation = encode(corpus.validation[: config.validation_examples], name="validation")
+    frozen = {"target": target.params}
+    if reference is not None:
+        frozen["reference"] = reference.params
+    objective = Divergence(
+        target.lm,
+        drafter.lm,
+        losses.named(config.loss, **config.loss_arguments),
+        settings.dropout,
+        min(target.vocab_size, drafter.vocab_size),
+        None if reference is None else reference.lm,
+        1.0 if config.token_filter is None else config.token_filter.keep,
+    )
+    fit(
+        drafter.params,
+        objective,
+        texts.batch,
+        settings,
+        output,
+        frozen=frozen,
+        evaluate=_evaluation(config, target, drafter, validation, writing, mesh),
+        shardings=recipe.shardings(mesh, drafter),
+        console=console,
+    )
+    return recipe.read_model(output, mesh)
+
+
+def _start(config: Drafter, target: Model, seed: int) -> Model:
+    """The drafter before the first step; it speaks as the target does."""
+    if config.checkpoint is not None:
+        drafter = load(config.checkpoint)
+        if bool(drafter.decoder_start) != bool(target.decoder_start):
+            kinds = [("decoder", "encoder-decoder")[bool(m.decoder_start)] for m in (target, drafter)]
+            raise ValueError(f"drafter: expected a model of the target's kind, {kinds[0]}, got {kinds[1]}")
+        return dataclasses.replace(drafter, tokenizer=drafter.tokenizer or target.tokenizer)
+    if config.layers is not None:
+        architecture, params = init.subset(
+            target.lm.config, target.params, config.layers, config.encoder_layers
+        )
+    else:
+        values = {"vocab_size": target.lm.config.vocab_size} | (config.architecture or {})
+        architecture = orbax.architecture(values, "drafter.architecture")
+        params = init.random(architecture, jax.random.key(seed))
+    if isinstance(architecture, models.Seq2SeqConfig) != bool(target.decoder_start):
+        raise ValueError("drafter.architecture.kind: expected the target's, got another")
+    return dataclasses.replace(target, lm=models.language_model(architecture), params=params, name="drafter")
+
+
+def _evaluation(
+    config: Distill,
+    target: Model,
+    drafter: Model,
+    validation: list[Example],
+    writing: Writing,
+    mesh: Mesh | None,
+) -> Callable[[PyTree], dict[str, float]]:
+    """Acceptance as it would be, from params."""
+    written = config.evaluation_text == "target"
+    if written:  # a seed of its own: training may see the same sources
+        sets = [answered(target, validation, writing, t, EVALUATION_SEED) for t in (0.0, 1.0)]
+    else:
+        sets = [validation]
+    shapes = (config.batching, config.training, target.decoder_start)
+    held_out = [recipe.held_out(examples, *shapes, mesh) for examples in sets]
+
+    def evaluate(params: PyTree) -> dict[str, float]:
+        results = [
+            acceptance.simulate(
+                target.lm,
+                target.params,
+                drafter.lm,
+                params,
+                batches,
+                gamma=config.gamma,
+                dtype=config.training.dtype,
+            )
+            for batches in held_out
+        ]
+        greedy = {name: results[0][name] for name in ("greedy_agreement", "tau_0")}
+        return results[-1] | greedy
+
+    return evaluate

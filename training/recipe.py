@@ -1,0 +1,259 @@
+"""What recipes share: their data, the folder of a run, and the steps from one to the other."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pydantic
+import rich.console
+import yaml
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jspec import models, parallel
+from jspec.checkpoint import Model, load
+from jspec.io import orbax
+from jspec.io.tokenizer import Tokenizer
+from jspec.types import PyTree
+from training import data, readers
+from training.config import Batching, Strict, Training, differences
+
+CONFIG, INPUTS = "config.yaml", "inputs.json"
+MADE = (INPUTS, CONFIG, "model.json", "tokenizer*.json", "metrics.jsonl", "text/drafter_*")  # before DONE
+Texts = Sequence[data.Record] | Sequence[data.Example]
+
+
+class Data(Strict):
+    """Where the text of a run comes from, for the command line."""
+
+    train: readers.DataConfig
+    validation: readers.DataConfig
+
+
+class Corpus(NamedTuple):
+    """Text to train on and to evaluate with: records, or examples where there is no tokenizer."""
+
+    train: Texts
+    validation: Texts
+
+
+def read(config: Data | None, folder: str | Path) -> Corpus:
+    """The corpus that a configuration file names.
+
+    Raises:
+      ValueError: the file names none; see `readers.read` for the others.
+    """
+    if config is None:
+        raise ValueError("data: expected train and validation in the configuration, got none")
+    found = [readers.read(part, folder) for part in (config.train, config.validation)]
+    for name, part in zip(Corpus._fields, found, strict=True):
+        if part.skipped:
+            _say(f"{name}: left out {part.skipped} pairs with an empty side")
+    return Corpus(*(part.records for part in found))
+
+
+def _say(text: str) -> None:
+    rich.console.Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+
+
+# --- text -------------------------------------------------------------------------------------------
+
+
+def encode(
+    texts: Texts,
+    tokenizer: Tokenizer | None,
+    *,
+    encoder: bool,
+    limits: data.Limits,
+    name: str,
+    chat: bool = False,
+) -> list[data.Example]:
+    """Token ids; see `data.encode`. What was cut or left out is said on standard error."""
+    if not texts:
+        raise ValueError(f"{name}: expected at least one text, got none")
+    if isinstance(texts[0], data.Example):
+        return list(texts)  # type: ignore[arg-type]
+    if tokenizer is None:
+        raise ValueError(f"{name}: expected examples (token ids), because there is no tokenizer, got text")
+    examples, counts = data.encode(texts, tokenizer, encoder=encoder, limits=limits, chat=chat)  # type: ignore[arg-type]
+    if counts.examples != len(texts) or counts.truncated_sources or counts.truncated_targets:
+        _say(f"{name}: {counts}")
+    return examples
+
+
+def batches(
+    examples: Sequence[data.Example],
+    batching: Batching,
+    training: Training,
+    decoder_start: Sequence[int],
+    *,
+    mesh: Mesh | None = None,
+    shuffle: bool = True,
+) -> data.Batches:
+    """`data.Batches` with a configuration's settings. Rows divide among micro-batches and devices."""
+    return data.Batches(
+        examples,
+        decoder_start=decoder_start,
+        batch_size=batching.batch_size,
+        max_tokens=batching.max_tokens,
+        buckets=batching.buckets,
+        multiple=batching.multiple,
+        rows_multiple=training.accumulate * (1 if mesh is None else mesh.shape[parallel.DATA]),
+        seed=training.seed,
+        shuffle=shuffle,
+    )
+
+
+def held_out(
+    examples: Sequence[data.Example],
+    batching: Batching,
+    training: Training,
+    decoder_start: Sequence[int],
+    mesh: Mesh | None = None,
+) -> list[PyTree]:
+    """Every example once, in order: what evaluations go over, again and again. Two shapes, of its own: an
+    evaluation is short, and those of the training set may be too small."""
+    batching = batching.model_copy(update={"buckets": 2})
+    once = batches(examples, batching, training, decoder_start, mesh=mesh, shuffle=False)
+    return [parallel.shard_batch(mesh, once[step]) for step in range(once.steps_per_epoch)]
+
+
+# --- models -----------------------------------------------------------------------------------------
+
+
+def read_model(folder: Path, mesh: Mesh | None) -> Model:
+    """A run's model, on one device or on a mesh."""
+    if mesh is None:
+        return load(folder)
+    found = orbax.load_run(folder, mesh=mesh)
+    return Model(
+        lm=models.language_model(found.config),
+        params=found.params,
+        tokenizer=found.tokenizer,
+        eos=found.eos,
+        name=folder.name,
+        decoder_start=found.decoder_start,
+        vocab_size=found.vocab_size,
+    )
+
+
+def describe(folder: Path, model: Model) -> None:
+    """Write what `jspec.load` has to know of the model that is trained in ``folder``."""
+    if jax.process_index() == 0:
+        orbax.write_model(
+            folder,
+            model.lm.config,
+            eos=model.eos,
+            decoder_start=model.decoder_start,
+            vocab_size=model.vocab_size,
+            tokenizer=model.tokenizer,
+        )
+
+
+def before_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """Where params are made or read: in the host's memory if a mesh will hold them, since one device may be
+    too small."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    return contextlib.nullcontext() if mesh is None else jax.default_device(cpu)
+
+
+def shardings(mesh: Mesh | None, model: Model) -> PyTree | None:
+    """Where trained params go: cut along both axes of the mesh."""
+    if mesh is None:
+        return None
+    return parallel.param_shardings(mesh, model.params, model.lm.config, parallel.FULLY_SHARDED)
+
+
+# --- the folder -------------------------------------------------------------------------------------
+
+
+def open_folder(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, Any]) -> bool:
+    """Make a run's folder, or check that it belongs to this run. Returns whether the run is finished.
+
+    A run of another configuration that has come to no checkpoint yet has nothing to lose: it is replaced.
+
+    Args:
+      config: kept as ``config.yaml``; the same file starts the run again.
+      inputs: what else the result depends on (the recipe's name, fingerprints of data and models).
+
+    Raises:
+      ValueError: the folder was made with another configuration or other inputs; the message names them.
+      OSError: the folder cannot be written.
+    """
+    settings = config.model_dump(mode="json")
+    inputs = json.loads(json.dumps(inputs))
+    finished = (folder / orbax.DONE).is_file()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        changed = _changes(folder, settings, inputs)
+        if changed and (finished or orbax.complete_steps(folder / orbax.CHECKPOINTS)):
+            raise ValueError(
+                f"output: {folder} was made with another configuration, which differs in "
+                f"{', '.join(changed)}; expected the same one, or a new folder"
+            )
+        if jax.process_index() == 0 and changed != []:
+            for made in (path for pattern in MADE for path in folder.glob(pattern)):
+                made.unlink()
+            (folder / CONFIG).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+            orbax.write_json(folder / INPUTS, inputs)
+    except OSError as error:
+        raise OSError(f"output: cannot write to {folder}: {error.strerror or error}") from error
+    return finished
+
+
+def _changes(folder: Path, settings: Any, inputs: Any) -> list[str] | None:
+    """What differs from the run that ``folder`` was made for; None if it was made for none."""
+    if not (folder / CONFIG).is_file() or not (folder / INPUTS).is_file():
+        return None
+    old = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    changed = differences(old, settings)
+    return changed + differences(json.loads((folder / INPUTS).read_text(encoding="utf-8")), inputs)
+
+
+def text_fingerprint(examples: Sequence[Any]) -> str:
+    """Of examples or records: equal for equal ones in equal order.
+
+    >>> text_fingerprint([([1, 2], [3])]) == text_fingerprint([([1], [2, 3])])
+    False
+    """
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps(example).encode())
+    return digest.hexdigest()[:16]
+
+
+@jax.jit
+def _checksums(leaves: list[Array]) -> list[Array]:
+    def checksum(x: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
+        order = jax.lax.iota(jnp.uint32, bits.shape[0]) * jnp.uint32(2) + jnp.uint32(1)
+        return (bits * order).sum(dtype=jnp.uint32)  # modulo 2**32: the same in whatever order it is summed
+
+    return [checksum(x) for x in leaves]
+
+
+def model_fingerprint(config: Any, params: PyTree) -> str:
+    """Of a model: equal for equal architecture and weights, wherever these lie."""
+    sums = [int(x) for x in jax.device_get(_checksums(jax.tree.leaves(params)))]
+    return hashlib.sha256(json.dumps([repr(config), sums]).encode()).hexdigest()[:16]
+
+
+def check_vocabulary(name: str, target: Model, model: Model) -> None:
+    """Refuse a model that speaks another vocabulary than the target.
+
+    Raises:
+      ValueError: naming what differs.
+    """
+    if target.vocabulary is not None and model.vocabulary is not None:
+        index = target.vocabulary.first_difference(model.vocabulary)
+        if index is not None:
+            raise ValueError(f"{name}: expected the target's vocabulary, but token {index} differs")
+    elif target.vocab_size != model.vocab_size:
+        raise ValueError(f"{name}: expected the target's {target.vocab_size} tokens, got {model.vocab_size}")

@@ -1,16 +1,26 @@
-"""`python -m experiments table --config FILE`: measure, print, and write the report's files."""
+"""`python -m experiments table --config FILE`: train what is missing, measure, write the tables."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import jax
 import rich.console
 import typer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+Config = Annotated[Path, typer.Option(help="A YAML file as in configs/.")]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder of the data sets that the configuration names; see README.md.")
+]
+Output = Annotated[Path | None, typer.Option(help="Folder of the results; default: runs/<config's name>.")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="A run of minutes: the configuration's `smoke` values.")]
+
+WRONG = (ValueError, OSError, FloatingPointError, ImportError)  # what a user can mend: one line
 
 
 @app.callback()
@@ -19,34 +29,134 @@ def main() -> None:
 
 
 @app.command()
-def table(
-    config: Annotated[Path, typer.Option(help="A YAML file as in configs/.")],
-    output: Annotated[Path | None, typer.Option(help="Folder of table.md, rounds.json, speedup.png.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of the data sets; default: $JSPEC_DATA.")] = None,
-) -> None:
-    """Speed of every drafter of a configuration, next to plain decoding, in one run."""
-    from experiments import config as configs
+def table(config: Config, data: Data = None, output: Output = None, smoke: Smoke = False) -> None:
+    """The table of a configuration: speeds of drafters, or a whole study with its training."""
+    from experiments import study
+
+    console = _prepare()
+    try:
+        settings = study.load(config, smoke=smoke)
+        if isinstance(settings, study.Losses):
+            raise ValueError(
+                f"{config}: kind: expected speed or study, got losses: python -m experiments losses"
+            )
+        folder = _folder(config, output, smoke)
+        if isinstance(settings, study.Study):
+            measure = _trained(settings, data, folder, console)
+        else:
+            measure = _loaded(settings, data, output or Path(settings.output or folder), console)
+    except WRONG as error:
+        _fail(error)
+    measure()  # outside: what goes wrong here is no user's doing
+
+
+@app.command()
+def losses(config: Config, data: Data = None, output: Output = None, smoke: Smoke = False) -> None:
+    """Losses compared on one drafter of a study, whose target and text it takes from --output."""
+    from experiments import losses as comparison
+    from experiments import pipeline, study
+    from experiments.stages import Stages
+
+    console = _prepare()
+    try:
+        settings = study.load(config, smoke=smoke)
+        if not isinstance(settings, study.Losses):
+            raise ValueError(
+                f"{config}: kind: expected losses, got {settings.kind}: python -m experiments table"
+            )
+        path = config.parent / settings.study
+        base = study.load(path, smoke=smoke)
+        if not isinstance(base, study.Study) or settings.drafter not in base.drafters:
+            raise ValueError(f"{config}: expected a study with a drafter {settings.drafter!r}, got {path}")
+        folder = _folder(path, output, smoke)
+        texts = pipeline.read(base.data, data or Path("."))
+        stages = Stages(folder, console)
+        outcomes = comparison.compare(settings, base, texts, folder, stages, console)
+        comparison.write(folder, settings, outcomes, stages, console)
+    except WRONG as error:
+        _fail(error)
+
+
+def _trained(
+    settings: Any, data: Path | None, folder: Path, console: rich.console.Console
+) -> Callable[[], None]:
+    """Train what a study names; the function that measures it."""
+    import matplotlib  # noqa: F401  (missing packages are found out before the training, not after it)
+
+    from experiments import measurements, pipeline, quality, study_report
+    from experiments.stages import Stages
+
+    quality.score(settings.task.metric, ["a"], ["a"])
+    texts = pipeline.read(settings.data, data or Path("."))
+    stages = Stages(folder, console)
+    trained = pipeline.train(settings, texts, folder, stages, console)
+
+    def measure() -> None:
+        measured = measurements.measure(settings, trained, texts.test, folder, stages, console)
+        beside = {name: subject.paper for name, subject in trained.subjects.items()}
+        study_report.write(folder, settings, measured, beside, stages, console)
+
+    return measure
+
+
+def _loaded(
+    settings: Any, data: Path | None, folder: Path, console: rich.console.Console
+) -> Callable[[], None]:
+    """Load what a speed table names; the function that measures it."""
     from experiments import prompts, report
     from experiments import table as tables
-    from jspec import auto, load
+    from jspec import load
+
+    questions = prompts.read(prompts.find(settings.prompts.file, data), settings.prompts.ids)
+    model = load(settings.target, dtype=settings.dtype)
+    cases = tables.tokenize(model, questions, settings.prompts.chat, settings.max_new_tokens)
+    rows = [tables.build(row, model, settings.dtype) for row in settings.drafters]
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def measure() -> None:
+        measured = tables.run(settings, model, cases, rows, console)
+        report.write(folder, console, measured, settings.model_dump(mode="json"))
+
+    return measure
+
+
+def _prepare() -> rich.console.Console:
+    """The cache of compiled programs, and the console."""
+    from jspec import auto
 
     jax.config.update("jax_compilation_cache_dir", str(auto.cache_folder() / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    console = rich.console.Console() if sys.stdout.isatty() else rich.console.Console(width=200)
-    try:
-        settings = configs.load(config)
-        questions = prompts.read(prompts.find(settings.prompts.file, data), settings.prompts.ids)
-        model = load(settings.target, dtype=settings.dtype)
-        cases = tables.tokenize(model, questions, settings.prompts.chat, settings.max_new_tokens)
-        rows = [tables.build(row, model, settings.dtype) for row in settings.drafters]
-    except (ValueError, OSError) as error:
-        rich.console.Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    return rich.console.Console() if sys.stdout.isatty() else rich.console.Console(width=200)
 
-    folder = output or Path(settings.output or Path("runs") / config.stem)
-    folder.mkdir(parents=True, exist_ok=True)
-    measured = tables.run(settings, model, cases, rows, console)
-    report.write(folder, console, measured, settings.model_dump(mode="json"))
+
+def _folder(config: Path, output: Path | None, smoke: bool) -> Path:
+    return output or Path("runs") / (config.stem + ("-smoke" if smoke else ""))
+
+
+def _fail(error: BaseException) -> NoReturn:
+    rich.console.Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+    raise typer.Exit(1) from None
+
+
+@app.command("dry-run")
+def dry_run(
+    config: Config,
+    layers: Annotated[int | None, typer.Option(help="Compile targets of so many layers instead.")] = None,
+) -> None:
+    """How models lie on devices that are not there: bytes, collectives, temporaries."""
+    from experiments import dryrun
+    from training import config as configs
+
+    try:
+        settings = configs.load(config, dryrun.DryRun)
+        if layers is not None:
+            settings = settings.model_copy(update={"layers": layers})
+    except WRONG as error:
+        _fail(error)
+    dryrun.simulate(settings)
+    print(dryrun.describe(settings))
+    for layout in dryrun.run(settings):
+        print(f"\n{dryrun.report(layout)}", flush=True)
 
 
 if __name__ == "__main__":

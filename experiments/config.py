@@ -1,23 +1,18 @@
-"""What an experiment is: a YAML file, checked before anything runs. An unknown key is an error."""
+"""What a speed table is: a YAML file, checked before anything runs. An unknown key is an error."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-import yaml
 
 from jspec import text
+from training.config import Strict
 
 DRAFTERS = ("none", "model", *text.DRAFTERS)
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-
-class Prompts(_Strict):
+class Prompts(Strict):
     """Which prompts, from a JSONL file whose rows have ``turns`` (the first is used) or ``prompt``."""
 
     file: str  # absolute, or looked up in --data DIR, $JSPEC_DATA and the prompts that come with the project
@@ -25,19 +20,20 @@ class Prompts(_Strict):
     chat: bool = True  # wrap each in the model's chat template
 
 
-class Row(_Strict):
+class Row(Strict):
     """One line of the table."""
 
     name: str
     drafter: Literal[DRAFTERS]  # type: ignore[valid-type]
-    arguments: dict[str, Any] = {}  # of the factory in jspec.drafters
+    arguments: dict[str, Any] = pydantic.Field(default={})  # of the factory in jspec.drafters
     verify: str | None = None  # a rule of jspec.verify; None: the best lossless one for the draft
     widths: tuple[Annotated[int, pydantic.Field(ge=1)], ...] | None = None  # None: the engine's choice
 
 
-class Table(_Strict):
+class Table(Strict):
     """The speed table: every row on every prompt, each repeat in turn with plain decoding."""
 
+    kind: Literal["speed"] = "speed"
     target: str
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     prompts: Prompts
@@ -62,38 +58,3 @@ class Table(_Strict):
         if not self.temperatures:
             raise ValueError("temperatures: expected at least one")
         return self
-
-
-def load(path: str | Path) -> Table:
-    """Read and check a configuration.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not YAML, or not a `Table`; one line that names the key.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"config: no such file: {path}")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected keys and values, got {type(content).__name__}")
-    try:
-        return Table.model_validate(content)
-    except pydantic.ValidationError as error:
-        raise ValueError(f"{path}: {_one_line(error)}") from None
-
-
-def _one_line(error: pydantic.ValidationError) -> str:
-    messages = []
-    for detail in error.errors():
-        key = ".".join(str(part) for part in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "extra_forbidden":
-            message = "unknown key"
-        elif "input" in detail and not isinstance(detail["input"], dict | list):
-            message += f", got {detail['input']!r}"
-        messages.append(f"{key}: {message}" if key else message)
-    return "; ".join(messages)

@@ -8,21 +8,24 @@ t(n) the time of the target's forward over n tokens.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
-from jspec import engine, trees
+from jspec import engine, sampling, trees
 from jspec.measure import CostCurve, best_length, measure_curve
 from jspec.round import make_context, verify_forward
-from jspec.types import Context, Draft, Drafter, Forward, LanguageModel, PyTree, Sampler, Verdict
+from jspec.types import Drafter, LanguageModel, PyTree, Sampler, Verdict
 
 __all__ = [
     "CostCurve",
     "best_gamma",
+    "best_gamma_on",
     "best_length",
     "estimate_alpha",
     "expected_tokens",
@@ -32,6 +35,7 @@ __all__ = [
     "predict_from_curve",
     "predict_from_theory",
     "speedup",
+    "speedup_on",
 ]
 
 
@@ -85,6 +89,27 @@ def best_gamma(alpha: float, c: float, most: int = 64) -> int:
     return max(range(most + 1), key=lambda gamma: (speedup(alpha, gamma, c), -gamma))
 
 
+def speedup_on(curve: CostCurve, alpha: float, gamma: int, c: float) -> float:
+    """`speedup` where a forward over gamma + 1 tokens costs what was measured.
+
+    expected_tokens / (gamma c + t(gamma + 1) / t(1)): Theorem 3.8 with its assumption taken out.
+
+    >>> flat, steep = CostCurve((1, 5), (1.0, 1.0)), CostCurve((1, 5), (1.0, 2.0))
+    >>> speedup_on(flat, 0.8, 4, 0.1) == speedup(0.8, 4, 0.1), round(speedup_on(steep, 0.8, 4, 0.1), 2)
+    (True, 1.4)
+    """
+    return expected_tokens(alpha, gamma) / (gamma * c + curve.relative(gamma + 1))
+
+
+def best_gamma_on(curve: CostCurve, alpha: float, c: float, most: int) -> int:
+    """The draft length in 1..most with the greatest `speedup_on`, the shortest of equals.
+
+    >>> best_gamma_on(CostCurve((1, 2, 8), (1.0, 1.2, 2.0)), 0.7, 0.03, 7)
+    3
+    """
+    return max(range(1, most + 1), key=lambda gamma: (speedup_on(curve, alpha, gamma, c), -gamma))
+
+
 def estimate_alpha(accepted: Sequence[int] | np.ndarray, judged: Sequence[int] | np.ndarray) -> float:
     """alpha from rounds: accepted depths over judged depths, the maximum-likelihood estimate.
 
@@ -127,6 +152,40 @@ def predict_from_curve(tau: float, widths: Sequence[int], draft_cost: float, cur
     return float(tau / (np.mean([curve.relative(width) for width in widths]) + draft_cost))
 
 
+@functools.partial(jax.jit, static_argnames=("target",))
+def _rounds_of_drafting(
+    params: PyTree,
+    drafter: Drafter,
+    sampler: Sampler,
+    state: engine.State,
+    count: Int[Array, ""],
+    *,
+    target: LanguageModel,
+) -> PyTree:
+    """``count`` times propose and update, in a loop on the device, the drafter's state carried as there."""
+    method = drafter.method
+    context = make_context(params, state, target, sampler)
+    draft, _ = method.propose(drafter.params, state.drafter_state, context, state.keys)
+    mask = trees.ancestors(draft.parents)
+    shapes = jax.eval_shape(lambda: verify_forward(context, draft, mask, method.taps, (method.width,)))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    noise = jax.random.normal(jax.random.key(0), shapes.logits.shape, shapes.logits.dtype)
+    forward = zeros._replace(logits=noise)
+    batch = state.lengths.shape[0]
+    nothing = jnp.zeros((batch, method.depth + 1), jnp.int32)
+    verdict = Verdict(nothing, nothing[:, 0], nothing, nothing[:, 0] + 1)
+
+    def body(index: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+        inner, tokens = carry
+        mine = context._replace(tokens=tokens)
+        draft, inner = method.propose(drafter.params, inner, mine, sampling.fold(state.keys, index))
+        inner = method.update(drafter.params, inner, mine, draft, verdict, forward)
+        # Never true, which the compiler cannot know: the next round has to wait for this one.
+        return inner, jnp.where(draft.tokens.max() < -1, 0, tokens)
+
+    return jax.lax.fori_loop(0, count, body, (state.drafter_state, state.tokens))
+
+
 def measure_drafting(
     params: PyTree,
     state: engine.State,
@@ -134,54 +193,26 @@ def measure_drafting(
     target: LanguageModel,
     drafter: Drafter,
     sampler: Sampler,
-    repeats: int = 9,
+    repeats: int = 7,
+    least_seconds: float = 0.02,
 ) -> float:
     """Seconds of a round's drafting: propose and update, in ``state``, without the target's forward.
 
     The forward that `update` reads is made up (random logits, one token emitted): what it costs to learn
-    from a round does not depend on the values. Median of ``repeats`` calls, the drafter's state donated as in
-    the loop; a call from the host is dearer than a step in the loop by some tenths of a millisecond.
+    from a round does not depend on the values. Median of ``repeats`` loops on the device, each of as many
+    rounds as last ``least_seconds``.
     """
-    method = drafter.method
-    everything = state._replace(drafter_state=())
 
-    def context_of(params: PyTree, state: engine.State, sampler: Sampler) -> Context:
-        return make_context(params, state, target, sampler)
-
-    @jax.jit
-    def imagine(params: PyTree, drafter: Drafter, sampler: Sampler, state: engine.State) -> Forward:
-        context = context_of(params, state, sampler)
-        draft, _ = method.propose(drafter.params, state.drafter_state, context, state.keys)
-        mask = trees.ancestors(draft.parents)
-        shapes = jax.eval_shape(lambda: verify_forward(context, draft, mask, method.taps, (method.width,)))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        noise = jax.random.normal(jax.random.key(0), shapes.logits.shape, shapes.logits.dtype)
-        return zeros._replace(logits=noise)
-
-    @functools.partial(jax.jit, donate_argnames=("inner",))
-    def step(
-        params: PyTree,
-        drafter: Drafter,
-        sampler: Sampler,
-        state: engine.State,
-        inner: PyTree,
-        forward: Forward,
-    ) -> tuple[Draft, PyTree]:
-        context = context_of(params, state, sampler)
-        draft, inner = method.propose(drafter.params, inner, context, state.keys)
-        batch = state.lengths.shape[0]
-        zeros = jnp.zeros((batch, method.depth + 1), jnp.int32)
-        verdict = Verdict(zeros, zeros[:, 0], zeros, zeros[:, 0] + 1)
-        return draft, method.update(drafter.params, inner, context, draft, verdict, forward)
-
-    forward = imagine(params, drafter, sampler, state)
-    seconds = []
-    for _ in range(repeats + 1):
-        inner = jax.block_until_ready(jax.tree.map(jnp.copy, state.drafter_state))
+    def seconds(count: int) -> float:
         begin = time.perf_counter()
-        jax.block_until_ready(step(params, drafter, sampler, everything, inner, forward))
-        seconds.append(time.perf_counter() - begin)
-    return float(np.median(seconds[1:]))  # the first one compiles
+        jax.block_until_ready(
+            _rounds_of_drafting(params, drafter, sampler, state, jnp.int32(count), target=target)
+        )
+        return (time.perf_counter() - begin) / count
+
+    seconds(1)  # compiles
+    count = max(1, math.ceil(least_seconds / seconds(8)))
+    return float(np.median([seconds(count) for _ in range(repeats)]))
 
 
 def _check(alpha: float, gamma: float) -> None:

@@ -59,6 +59,32 @@ class Report(NamedTuple):
     rounds: dict[str, Any]  # title -> row -> prompt -> lists
 
 
+class Rounds(NamedTuple):
+    """The rounds of all batches of a setting: their new tokens, and the width of each forward."""
+
+    tokens: int
+    widths: np.ndarray
+
+    @property
+    def tokens_a_round(self) -> float:
+        """New tokens of a whole batch in a round; tau where a batch is one row."""
+        return self.tokens / len(self.widths)
+
+
+class Round(NamedTuple):
+    """Where the time of a round goes, in seconds: all of it as decoding ran, and the parts that were measured
+    in loops of their own."""
+
+    seconds: float
+    forward: float
+    drafting: float
+
+    @property
+    def rest(self) -> float:
+        """What neither explains: verifying, committing, bookkeeping, and the parts' own errors."""
+        return self.seconds - self.forward - self.drafting
+
+
 class Line(NamedTuple):
     """One drafter's results at one temperature."""
 
@@ -75,6 +101,8 @@ class Line(NamedTuple):
     overall_speedup: Speed
     flips: tuple[Flip, ...] | None  # None: sampled, so that tokens say nothing
     num_prompts: int
+    predicted_overall: float | None = None  # the same with the measured time of reading prompts
+    round: Round | None = None
     best_length: tuple[int, float] | None = None  # of a chain, by its acceptance and the curve; its speed-up
     lossless: bool = True
     baseline: bool = False

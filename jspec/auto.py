@@ -177,9 +177,7 @@ def _best_suffix(
     best, arguments = 1.0, None
     for min_match in MIN_MATCHES:
         drafter = drafters.suffix(num_tokens=max(LENGTHS), min_match=min_match)
-        replays = [
-            replay(drafter, prompt, new, capacity=capacity, rows=NEW_TOKENS) for prompt, new in texts
-        ]
+        replays = [replay(drafter, prompt, new, capacity=capacity, rows=NEW_TOKENS) for prompt, new in texts]
         for length in LENGTHS:
             cost = sum(one.cost(length, curve) for one in replays)
             gain = sum(len(new) for _, new in texts) / cost

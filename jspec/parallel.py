@@ -66,7 +66,8 @@ def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
     Devices are ordered so that those of a `model` axis are neighbours in the machine's network.
 
     Raises:
-      ValueError: more devices than there are, or a number that does not go into them.
+      ValueError: more devices than there are, a number that does not go into them, or, with several
+        processes, fewer than all.
 
     >>> dict(make_mesh(data=1).shape)
     {'data': 1, 'model': 1}
@@ -79,8 +80,10 @@ def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
         if devices % model:
             raise ValueError(f"model: expected a divisor of {devices} devices, got {model}")
         data = devices // model
-    if data * model > devices:
-        raise ValueError(f"mesh: expected at most {devices} devices, got {data} x {model}")
+    processes = jax.process_count()
+    if data * model > devices or (processes > 1 and data * model < devices):
+        least = "at most" if processes == 1 else f"all of {processes} processes'"
+        raise ValueError(f"mesh: expected {least} {devices} devices, got {data} x {model}")
     # Auto: with explicit axes every gather would have to name its output's layout, inside the models.
     return jax.make_mesh((data, model), (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 

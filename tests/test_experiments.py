@@ -9,8 +9,9 @@ import rich.console
 import typer.testing
 
 from experiments import __main__ as command
-from experiments import config, cost, prompts, report, table
+from experiments import bench, config, cost, prompts, report, study, table
 from jspec import drafters, engine, testing, verify
+from jspec.batch import Request
 from jspec.text import Model
 
 CYCLE = [[0, 1, 0], [0, 0, 1], [1, 0, 0]]  # 0 -> 1 -> 2 -> 0
@@ -34,7 +35,7 @@ def write(tmp_path, text, name="x.yaml"):
 
 
 def test_defaults(tmp_path):
-    loaded = config.load(write(tmp_path, GOOD))
+    loaded = study.load(write(tmp_path, GOOD))
     assert (loaded.dtype, loaded.max_new_tokens, loaded.temperatures, loaded.repeats) == (
         "float32",
         128,
@@ -66,13 +67,13 @@ def test_defaults(tmp_path):
 )
 def test_a_bad_configuration_is_one_clear_line(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as caught:
-        config.load(write(tmp_path, text))
+        study.load(write(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["demo_smollm2", "specbench12"])
 def test_the_project_s_own_configurations(name):
-    loaded = config.load(prompts.HERE.parent.parent / "configs" / f"{name}.yaml")
+    loaded = study.load(prompts.HERE.parent.parent / "configs" / f"{name}.yaml")
     assert loaded.drafters[0].drafter == "none"
     config_of_target = types.SimpleNamespace(num_layers=30, vocab_size=100)
     lm = types.SimpleNamespace(config=config_of_target)
@@ -173,7 +174,7 @@ def measured():
     right = testing.scripted(np.arange(40) % 3, num_tokens=3)
     wrong = testing.scripted((np.arange(40) + 1) % 3, num_tokens=3)
     rows = settings(("plain", drafters.plain()), ("right", right), ("wrong", wrong))
-    cases = [table.Case("a", "x", [0]), table.Case("b", "y", [0, 1, 2, 0, 1])]
+    cases = [table.Case("a", "x", Request([0])), table.Case("b", "y", Request([0, 1, 2, 0, 1]))]
     console = rich.console.Console(quiet=True)
     return table.run(toy_config(), Model(*testing.table_lm(CYCLE), name="toy"), cases, rows, console)
 
@@ -221,7 +222,9 @@ def test_a_flip_is_found_and_its_gap_reported():
     rows = [table.PLAIN, table.Setting("lossy", drafter, rule, (1, 4))]
     law = 0.5 * np.asarray(CYCLE) + [[0.25, 0.0, 0.25], [0.25, 0.25, 0.0], [0.0, 0.25, 0.25]]
     model = Model(*testing.table_lm(law), name="toy")
-    out = table.run(toy_config(), model, [table.Case("a", "", [0])], rows, rich.console.Console(quiet=True))
+    out = table.run(
+        toy_config(), model, [table.Case("a", "", Request([0]))], rows, rich.console.Console(quiet=True)
+    )
     (lines,) = out.sections.values()
     (flip,) = lines[1].flips
     # The first new token is number 1 of the text, so token 5 is new token 4; log(.5 / .25) apart.
@@ -232,7 +235,7 @@ def test_a_flip_is_found_and_its_gap_reported():
 def test_plain_decoding_is_added_and_temperatures_get_a_table_each():
     rows = settings(("right", testing.scripted(np.arange(40) % 3, num_tokens=3)))
     model = Model(*testing.table_lm(CYCLE), name="toy")
-    cases = [table.Case("a", "", [0])]
+    cases = [table.Case("a", "", Request([0]))]
     changed = toy_config(temperatures=[0.0, 1.0], repeats=1)
     out = table.run(changed, model, cases, rows, rich.console.Console(quiet=True))
     greedy, sampled = out.sections.values()
@@ -283,9 +286,9 @@ def test_files(measured, tmp_path, capsys):
 
 
 def test_first_difference():
-    assert table.first_difference(np.array([1, 2]), np.array([1, 2])) is None
-    assert table.first_difference(np.array([1, 2]), np.array([1])) == 1
-    assert table.first_difference(np.array([1, 2, 3, 4]), np.array([1, 0, 3, 0])) == 1
+    assert bench.first_difference(np.array([1, 2]), np.array([1, 2])) is None
+    assert bench.first_difference(np.array([1, 2]), np.array([1])) == 1
+    assert bench.first_difference(np.array([1, 2, 3, 4]), np.array([1, 0, 3, 0])) == 1
 
 
 # --- the command ------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_the_best_checkpoint_is_kept_and_handed_out(tmp_path):
             best["params"] = jax.tree.map(np.asarray, params)
         return {"validation_loss": score}
 
-    settings = SETTINGS.model_copy(update={"best": True, "keep": 1, "checkpoint_every": 100})
+    settings = SETTINGS.model_copy(update={"best": True, "keep": 1, "checkpoint_every": 5})
     assert_equal(train(tmp_path / "run", settings, evaluate=judge), best["params"])
     assert orbax.complete_steps(tmp_path / "run" / "checkpoints") == [20, 40]
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 20

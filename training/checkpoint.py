@@ -33,7 +33,9 @@ class Checkpoints:
                     shutil.rmtree(path)
         preserved: Any = policies.LatestN(n=keep)
         if best:
-            lowest = policies.BestN(get_metric_fn=_validation_loss, reverse=True, n=1)
+            lowest = policies.BestN(
+                get_metric_fn=_validation_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
+            )
             preserved = policies.AnyPreservationPolicy([preserved, lowest])
         self._checkpointer = ocp.training.Checkpointer(str(self.folder), preservation_policy=preserved)
 

@@ -14,7 +14,7 @@ import rich.console
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jspec import models, parallel
+from jspec import models
 from jspec.checkpoint import Model, load
 from jspec.io import orbax
 from jspec.models.layers import Dropout
@@ -164,9 +164,7 @@ def run(
         if model is not None:
             recipe.check_vocabulary(name, target, model)
     recipe.describe(output, drafter)
-    if mesh is not None:
-        placed = parallel.param_shardings(mesh, target.params, target.lm.config)
-        target = dataclasses.replace(target, params=parallel.shard(target.params, placed))
+    target = recipe.on_mesh(mesh, target)
     encode = functools.partial(
         recipe.encode,
         tokenizer=target.tokenizer,
@@ -191,7 +189,7 @@ def run(
     validation = encode(corpus.validation[: config.validation_examples], name="validation")
     frozen = {"target": target.params}
     if reference is not None:
-        frozen["reference"] = reference.params
+        frozen["reference"] = recipe.on_mesh(mesh, reference).params
     objective = Divergence(
         target.lm,
         drafter.lm,

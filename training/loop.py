@@ -221,7 +221,8 @@ def fit(
       objective: static and hashable (a frozen dataclass, a function); equal ones share compiled steps.
       source: gives the batch of a step. It may look at the params (and only within the call: they are
         donated), but must be a function of the step and of params alone.
-      folder: gets ``checkpoints/``, ``metrics.jsonl``, ``tensorboard/`` and, last, ``DONE``.
+      folder: gets ``checkpoints/``, ``metrics.jsonl``, ``tensorboard/`` and, last, ``DONE``: the step of the
+        params that count, their numbers, and how many seconds the process took that came to the end.
       frozen: a pytree that reaches the objective as a jit argument: teachers.
       evaluate: numbers of an evaluation; "validation_loss" among them where ``settings.best`` is set.
       shardings: of the params on a mesh (`parallel.param_shardings`): the optimizer state follows them, the

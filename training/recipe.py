@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -162,6 +163,14 @@ def before_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     too small."""
     cpu = jax.local_devices(backend="cpu")[0]
     return contextlib.nullcontext() if mesh is None else jax.default_device(cpu)
+
+
+def on_mesh(mesh: Mesh | None, model: Model) -> Model:
+    """A model that is not trained, with its params on the mesh; as it is without one."""
+    if mesh is None:
+        return model
+    placed = parallel.param_shardings(mesh, model.params, model.lm.config)
+    return dataclasses.replace(model, params=parallel.shard(model.params, placed))
 
 
 def shardings(mesh: Mesh | None, model: Model) -> PyTree | None:

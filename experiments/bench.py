@@ -1,0 +1,311 @@
+"""The bench: settings of drafter and verifier on the same prompts, in turn with plain decoding.
+
+Every table measures with it. `Bench.trials` decodes, `Bench.curve` and `Bench.draft_seconds` measure costs in
+loops of their own; `experiments.figures` says what they show, and what the costs let one expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import jspec
+from experiments import cost
+from experiments.report import Flip
+from jspec import drafters, engine, measure, options, verify
+from jspec.batch import Request, pad
+from jspec.measure import CostCurve, Trial
+from jspec.types import Drafter, Info, Verifier
+
+DRAFTING_ROUND = 4  # drafting is timed in the state after so many rounds
+
+Advance = Callable[[], None]
+Trials = list[list[list[Trial]]]  # [repeat][setting][prompt]
+
+
+class Setting(NamedTuple):
+    """A drafter with its rule and block widths: a row of a table."""
+
+    name: str
+    drafter: Drafter
+    verify: Verifier
+    widths: tuple[int, ...]
+    note: str = ""
+
+    @property
+    def drafts(self) -> bool:
+        """False for plain decoding."""
+        return self.drafter.method.depth > 0
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether drafts are chains, without side rows."""
+        method = self.drafter.method
+        return method.width == method.depth + 1 and not method.side
+
+    def executed(self, nodes: np.ndarray) -> np.ndarray:
+        """Tokens that the target's forward of each round read: the block's width and the side rows."""
+        widths = np.asarray(self.widths)
+        return widths[np.searchsorted(widths, nodes)] + self.drafter.method.side
+
+
+class Case(NamedTuple):
+    """A prompt as tokens."""
+
+    name: str
+    category: str
+    request: Request
+
+
+PLAIN = Setting("plain", drafters.plain(), verify.target_only(), (1,))
+
+
+class Bench:
+    """A model, prompts, and how they are decoded.
+
+    Args:
+      max_new_tokens: of every prompt.
+      seed: prompt i gets the stream of ``seed + i``, in every repeat and whatever rows are beside it.
+      repeats: times that every prompt is decoded.
+      batch_size: prompts decoded together, in their order; the last batch is filled up with rows that are
+        finished from the start.
+      slots: the capacity is a multiple; fewer slots are cheaper to attend to, more of them fewer programs.
+    """
+
+    def __init__(
+        self,
+        model: jspec.Model,
+        cases: Sequence[Case],
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        repeats: int = 3,
+        batch_size: int = 1,
+        slots: int = engine.CAPACITY_STEP,
+    ) -> None:
+        self.model, self.cases, self.max_new_tokens = model, list(cases), max_new_tokens
+        self.seed, self.repeats, self.batch_size, self.slots = seed, repeats, batch_size, slots
+        numbers = range(len(self.cases))
+        self.groups = [list(numbers[i : i + batch_size]) for i in range(0, len(numbers), batch_size)]
+        # One width for all sources, so that no drafter's loop is compiled twice.
+        longest = max(len(case.request.source or ()) for case in self.cases)
+        self.source = -(-longest // 8) * 8
+        self._gaps: dict[int, np.ndarray] = {}
+
+    def capacity(self, group: Sequence[int]) -> int:
+        """Slots of a row."""
+        return min(self._slots(self._longest(group) + self.max_new_tokens), self.model.context_length)
+
+    def _longest(self, group: Sequence[int]) -> int:
+        return max(len(self.cases[i].request.tokens) for i in group)
+
+    def _slots(self, needed: int) -> int:
+        return -(-needed // self.slots) * self.slots
+
+    @property
+    def fill(self) -> int:
+        """Tokens that are cached half-way through an answer of full length, on average."""
+        prompts = int(np.mean([len(case.request.tokens) for case in self.cases]))
+        return prompts + self.max_new_tokens // 2
+
+    def options(self, temperature: float, group: Sequence[int]) -> options.Options:
+        """Sampling options of a group, filled up to the batch size."""
+        seeds = [(self.seed + i) % 2**32 for i in group]
+        return options.resolve(
+            {"temperature": temperature, "seed": seeds + seeds[:1] * (self.batch_size - len(group))},
+            prompts=self.batch_size,
+            samples=1,
+            width=self.model.lm.config.vocab_size,
+            vocab=self.model.vocab_size,
+            ends=self.model.eos,
+            special_id=None,
+        )
+
+    def decode(
+        self, group: Sequence[int], setting: Setting, temperature: float, max_new_tokens: int | None = None
+    ) -> list[Trial]:
+        """The prompts of a group, decoded together."""
+        chosen, rows = self.options(temperature, group), range(self.batch_size)
+        missing = self.batch_size - len(group)
+        requests = [self.cases[i].request for i in [*group, *[group[0]] * missing]]
+        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        trials = measure.decode_together(
+            self.model.params,
+            requests,
+            chosen.keys(rows),
+            target=self.model.lm,
+            drafter=setting.drafter,
+            verify=setting.verify,
+            sampler=chosen.sampler(rows),
+            stops=chosen.stops(),
+            max_new_tokens=[limit] * len(group) + [0] * missing,
+            capacity=self.capacity(group),
+            source=self.source,
+            widths=setting.widths,
+        )
+        return trials[: len(group)]
+
+    def compile(self, settings: Sequence[Setting], advance: Advance = lambda: None) -> None:
+        """One short run of every setting for each shape that a group has: capacity and chunk width."""
+        shapes = {self._shape(group): group for group in self.groups}
+        for setting in settings:
+            for group in shapes.values():
+                self.decode(group, setting, 0.0, 2)
+            advance()
+
+    def _shape(self, group: Sequence[int]) -> tuple[int, int]:
+        return self.capacity(group), engine.chunk_width(self._longest(group) - 1)
+
+    # --- costs --------------------------------------------------------------------------------------
+
+    def curve(self, widths: Sequence[int], advance: Advance = lambda: None) -> tuple[CostCurve, int]:
+        """t(n) behind `fill` cached tokens (returned, too), in a cache as large as decoding has."""
+        most = max(widths)
+        fill = max(min(self.fill, self.model.context_length - most), 0)
+        capacity = max(self.capacity(self.groups[0]), engine.bucket(fill + most) if self.source == 0 else 0)
+        curve = measure.measure_curve(
+            self.model.lm,
+            self.model.params,
+            widths,
+            fill=min(fill, capacity - most),
+            capacity=capacity,
+            source=self.source,
+            batch=self.batch_size,
+            advance=advance,
+        )
+        return curve, fill
+
+    def draft_seconds(
+        self, setting: Setting, temperature: float = 0.0, rounds: int = DRAFTING_ROUND
+    ) -> float:
+        """A round's drafting, in the state that the first group is in after so many rounds (0 for a drafter
+        whose cost does not depend on them: the target's loop need not be compiled then)."""
+        group = self.groups[0]
+        chosen, rows = self.options(temperature, group), range(self.batch_size)
+        requests = [self.cases[i].request for i in group]
+        requests += requests[:1] * (self.batch_size - len(group))
+        shared: dict[str, Any] = {
+            "target": self.model.lm,
+            "drafter": setting.drafter,
+            "sampler": chosen.sampler(rows),
+        }
+        record = engine.records(statistics=engine.statistics, nodes=measure.nodes)
+        # Room for whole drafts to the end: a row that nears its budget drafts less.
+        room = (rounds + 2) * (setting.drafter.method.depth + 1)
+        state = engine.start(
+            self.model.params,
+            jax.tree.map(jnp.asarray, pad(requests, self.source)),
+            chosen.keys(rows),
+            max_new_tokens=max(room, self.max_new_tokens),
+            capacity=max(self.capacity(group), self._slots(self._longest(group) + room)),
+            record=record,
+            **shared,
+        )
+        if rounds:
+            state = engine.run(
+                self.model.params,
+                state,
+                verify=setting.verify,
+                stops=engine.no_stops(),
+                widths=setting.widths,
+                record=record,
+                max_rounds=rounds,
+                **shared,
+            )
+        return cost.measure_drafting(self.model.params, state, **shared)
+
+    # --- decoding -----------------------------------------------------------------------------------
+
+    def trials(
+        self, settings: Sequence[Setting], temperature: float, advance: Advance = lambda: None
+    ) -> Trials:
+        """Every prompt by every setting in every repeat. A repeat takes the groups in order, and for each
+        group all settings in turn, so that a machine that is busy for a while slows every setting."""
+        repeats: Trials = []
+        for _ in range(self.repeats):
+            repeats.append([[] for _ in settings])
+            for group in self.groups:
+                for mine, setting in zip(repeats[-1], settings, strict=True):
+                    mine += self.decode(group, setting, temperature)
+                    advance()
+        return repeats
+
+    def rates(self, trials: Trials, seconds: Callable[[Trial], float]) -> np.ndarray:
+        """[repeats, settings]: new tokens per second over all prompts."""
+        first = [group[0] for group in self.groups]  # the time of a group is counted once
+        return np.array(
+            [
+                [
+                    sum(len(trial.tokens) for trial in mine) / sum(seconds(mine[i]) for i in first)
+                    for mine in repeat
+                ]
+                for repeat in trials
+            ]
+        )
+
+    def flips(
+        self, outputs: Sequence[Sequence[int] | np.ndarray], plain: Sequence[Sequence[int] | np.ndarray]
+    ) -> tuple[Flip, ...]:
+        """Where greedy outputs, one a prompt, leave those of plain decoding."""
+        flips = []
+        for index, (mine, other) in enumerate(zip(outputs, plain, strict=True)):
+            position = first_difference(np.asarray(mine), np.asarray(other))
+            if position is not None:
+                if index not in self._gaps:
+                    self._gaps[index] = self._plain_gaps(index)
+                at = min(position, len(other) - 1)
+                flips.append(Flip(self.cases[index].name, position, float(self._gaps[index][at])))
+        return tuple(flips)
+
+    def _plain_gaps(self, index: int) -> np.ndarray:
+        """The gap of the two best logits at every token of plain greedy decoding."""
+        request = self.cases[index].request
+        chosen = options.resolve(
+            {"seed": self.seed},
+            prompts=1,
+            samples=1,
+            width=self.model.lm.config.vocab_size,
+            vocab=self.model.vocab_size,
+            ends=self.model.eos,
+            special_id=None,
+        )
+        state = engine.generate(
+            self.model.params,
+            jax.tree.map(jnp.asarray, pad([request], self.source)),
+            chosen.keys([0]),
+            target=self.model.lm,
+            drafter=PLAIN.drafter,
+            verify=PLAIN.verify,
+            sampler=chosen.sampler([0]),
+            stops=chosen.stops(),
+            max_new_tokens=self.max_new_tokens,
+            capacity=self.capacity([index]),
+            record=gap,
+        )
+        return np.asarray(state.record)[0, int(state.starts[0]) : int(state.lengths[0])]
+
+
+def first_difference(tokens: np.ndarray, plain: np.ndarray) -> int | None:
+    """The first index at which two outputs differ, or one ends; None if they are equal.
+
+    >>> first_difference(np.array([1, 2, 3]), np.array([1, 5]))
+    1
+    """
+    if np.array_equal(tokens, plain):
+        return None
+    common = min(len(tokens), len(plain))
+    different = np.flatnonzero(tokens[:common] != plain[:common])
+    return int(different[0]) if len(different) else common
+
+
+def gap(info: Info) -> Float[Array, "B R"]:
+    """Record: the target's best logit less its second, at the node that each token follows."""
+    assert info.forward.logits is not None
+    rows = jnp.take_along_axis(info.forward.logits, info.verdict.path[:, :, None], axis=1)
+    best, _ = jax.lax.top_k(rows, 2)
+    return best[:, :, 0] - best[:, :, 1]

@@ -1,0 +1,240 @@
+"""From texts to trained models: a study's target, its answers and its drafters, each a resumable stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import rich.console
+
+from experiments import study as studies
+from experiments.alpha import Laws, table_model
+from experiments.stages import Stages
+from experiments.study import Study
+from jspec import Model, drafters, load, models, parallel
+from jspec.io import orbax
+from jspec.types import Drafter
+from training import data, distill, finetune, ngram, readers, recipe, text
+from training.data import Example, Record
+
+ANSWERS = "answers"  # the folder of what the target writes, shared by all stages
+
+
+class Texts(NamedTuple):
+    """The records of a study."""
+
+    train: list[Record]
+    validation: list[Record]
+    test: list[Record]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A drafter of the table.
+
+    Attributes:
+      name: in tables: "small, distilled".
+      paper: the paper's drafter beside it.
+      laws: what teacher-forcing takes.
+      model: None for an n-gram table, which ``laws.params`` is.
+    """
+
+    name: str
+    paper: str | None
+    laws: Laws
+    model: Model | None
+
+    def drafter(self, gamma: int) -> Drafter:
+        """Drafting ``gamma`` tokens, sampled."""
+        if self.model is None:
+            return drafters.ngram(self.laws.params, gamma)
+        return drafters.model(self.model, gamma)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal weights."""
+        return recipe.model_fingerprint(self.laws.lm.config, self.laws.params)
+
+
+class Trained(NamedTuple):
+    """The models of a study, in the dtype that they are measured in."""
+
+    target: Model
+    subjects: dict[str, Subject]
+
+
+def read(config: studies.Data, folder: Path) -> Texts:
+    """All records; see `training.readers.read` for what may be wrong with them."""
+    return Texts(
+        *(readers.read(part, folder).records for part in (config.train, config.validation, config.test))
+    )
+
+
+def encode_test(config: Study, target: Model, records: Sequence[Record]) -> list[Example]:
+    """The test set as token ids: long sources are cut as in training, and nothing is left out."""
+    if target.tokenizer is None:
+        raise ValueError(f"target: {target.name} has no tokenizer, which the texts need")
+    limits = data.Limits(source=config.limits.source)
+    examples, counts = data.encode(
+        records, target.tokenizer, encoder=bool(target.decoder_start), limits=limits
+    )
+    if counts.examples != len(records):
+        raise ValueError(f"data.test: expected {len(records)} usable pairs, got {counts}")
+    return examples
+
+
+def train(
+    config: Study, texts: Texts, folder: Path, stages: Stages, console: rich.console.Console
+) -> Trained:
+    """Everything that is trained or counted; what is there already is read."""
+    workshop = Workshop(config, texts, folder, stages, console)
+    workshop.write_answers([source for how in config.recipes.values() for source in how.sources])
+    workshop.write_answers([counted.source for counted in config.ngrams.values()])
+    subjects: dict[str, Subject] = {}
+    for row, (name, how) in config.rows().items():
+        model = workshop.given(name) if how is None else workshop.train(row)
+        laws = Laws(model.lm, model.params, config.measure.dtype)
+        subjects[row] = Subject(row, config.drafters[name].paper, laws, model)
+    for name in config.ngrams:
+        subjects[name] = workshop.count(name)
+    return Trained(workshop.target, subjects)
+
+
+class Workshop:
+    """The target of a study, and the corpus as its token ids: what every drafter is trained from.
+
+    To make one trains the target. It is in the dtype that it is measured in, and writes and teaches in it.
+    """
+
+    def __init__(
+        self, config: Study, texts: Texts, folder: Path, stages: Stages, console: rich.console.Console
+    ) -> None:
+        self.config, self.folder, self.stages, self.console = config, folder, stages, console
+        self.mesh = None if config.mesh is None else parallel.make_mesh(config.mesh.data, config.mesh.model)
+        self.target = self._target(texts)
+        # Encoded once: with its ids in hand, no recipe has to do it again.
+        encoded = (
+            recipe.encode(
+                part,
+                self.target.tokenizer,
+                encoder=bool(self.target.decoder_start),
+                limits=config.limits,
+                name=name,
+            )
+            for name, part in (("train", texts.train), ("validation", texts.validation))
+        )
+        self.corpus = recipe.Corpus(*encoded)
+
+    def _target(self, texts: Texts) -> Model:
+        settings = self.config.target
+        if settings.model is not None:
+            return load(settings.model, self.config.measure.dtype, mesh=self.mesh)
+        assert settings.finetune is not None
+        output = self.folder / "target"
+        with self.stages.timed("target", done=_finished(output)):
+            model = finetune.run(
+                settings.finetune.model_copy(update={"limits": self.config.limits}),
+                recipe.Corpus(texts.train, texts.validation),
+                output,
+                mesh=self.mesh,
+                console=self.console,
+            )
+        return self._cast(model)
+
+    # --- what the target writes -----------------------------------------------------------------------
+
+    @property
+    def writing(self) -> text.Writing:
+        """How the target writes; the same for every stage, so that each text is written once."""
+        return text.Writing(self.config.max_new_tokens, self.config.generation_batch, self.folder / ANSWERS)
+
+    def answered(self, source: text.Source) -> list[Example]:
+        """The training sources with the answers that ``source`` names."""
+        chosen: list[Example] = list(self.corpus.train[: source.examples])  # type: ignore[arg-type]
+        if source.text == "references":
+            return chosen
+        return text.answered(self.target, chosen, self.writing, source.temperature, source.seed)
+
+    def write_answers(self, wanted: Sequence[text.Source]) -> None:
+        """Have the target answer the training sources, into the folder where all recipes look for that."""
+        inputs = {
+            "target": recipe.model_fingerprint(self.target.lm.config, self.target.params),
+            "train": recipe.text_fingerprint(self.corpus.train),
+            "writing": [self.config.max_new_tokens, self.config.generation_batch],
+        }
+        plain = [s.model_copy(update={"weight": 1.0}) for s in wanted if s.text == "target"]
+        for source in dict.fromkeys(plain):
+
+            def write(source: text.Source = source) -> dict[str, float]:
+                lengths = [len(example.target) for example in self.answered(source)]
+                return {"answers": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
+
+            number = "all" if source.examples is None else source.examples
+            name = f"answers, T={source.temperature:g}, seed {source.seed}, {number}"
+            self.stages.kept(name, inputs | {"source": source.model_dump(mode="json")}, write)
+
+    # --- drafters -------------------------------------------------------------------------------------
+
+    def given(self, name: str) -> Model:
+        """A drafter that is used as it is."""
+        settings = self.config.drafters[name]
+        assert settings.model is not None
+        model = load(settings.model, self.config.measure.dtype, mesh=self.mesh)
+        recipe.check_vocabulary(f"drafters.{name}.model", self.target, model)
+        return model
+
+    def train(self, row: str) -> Model:
+        """The drafter of a row, trained by its recipe."""
+        name, how = self.config.rows()[row]
+        settings = distillation(self.config, self.config.drafters[name], self.config.recipes[how or ""])
+        return self.distil(row, settings, self.folder / f"{name}-{how}")
+
+    def distil(self, stage: str, settings: distill.Distill, output: Path) -> Model:
+        """A drafter by any settings; cross-entropy on references is plain fine-tuning."""
+        with self.stages.timed(stage, done=_finished(output)):
+            model = distill.run(
+                settings,
+                self.corpus,
+                output,
+                target=self.target,
+                cache=self.folder / ANSWERS,
+                mesh=self.mesh,
+                console=self.console,
+            )
+        return self._cast(model)
+
+    def count(self, name: str) -> Subject:
+        """An n-gram drafter."""
+        counted, output = self.config.ngrams[name], self.folder / name
+        corpus = self.corpus._replace(train=self.answered(counted.source))
+        with self.stages.timed(name, done=_finished(output)):
+            table = ngram.run(counted.recipe(), corpus, output, target=self.target)
+        return Subject(name, counted.paper, Laws(table_model(table.vocab_size), table), None)
+
+    def _cast(self, model: Model) -> Model:
+        return dataclasses.replace(model, params=models.cast(model.params, self.config.measure.dtype))
+
+
+def distillation(config: Study, drafter: studies.Drafter, how: studies.Recipe) -> distill.Distill:
+    """The settings that train a drafter by a recipe."""
+    assert drafter.start is not None
+    assert drafter.batching is not None
+    assert drafter.training is not None
+    return distill.Distill(
+        drafter=drafter.start,
+        loss=how.loss,
+        loss_arguments=how.loss_arguments,
+        sources=how.sources,
+        limits=config.limits,
+        batching=drafter.batching,
+        max_new_tokens=config.max_new_tokens,
+        generation_batch=config.generation_batch,
+        evaluation_text="target",
+        training=drafter.training,
+    )
+
+
+def _finished(folder: Path) -> bool:
+    return (folder / orbax.DONE).is_file()

@@ -1,0 +1,134 @@
+"""Pictures of a study: acceptance and speed against the draft length, rows of the table, lenience."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import cost, report
+from experiments.results import LenientRow, Results, SweepPoint
+from jspec.measure import CostCurve
+
+COLOURS = ("#3b7dd8", "#c9584b", "#4a9e6b", "#8a5fb3")
+
+
+def _figure(columns: int, rows: int = 1) -> tuple[Any, Any, Callable[[Path], None]]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(4.6 * columns, 3.8 * rows), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+
+    def save(path: Path) -> None:
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
+
+    return figure, axes, save
+
+
+def sweep(path: Path, points: Sequence[SweepPoint], alphas: dict[float, float], curve: CostCurve) -> None:
+    """Three panels over gamma: acceptance of judged tokens, tau, and speed-up of decoding; measured points,
+    and lines by theory from ``alphas`` (by temperature), c and the cost curve."""
+    figure, axes, save = _figure(3)
+    acceptance, tokens, speed = axes[0]
+    for colour, temperature in zip(COLOURS, sorted({p.temperature for p in points}), strict=False):
+        mine = [point for point in points if point.temperature == temperature]
+        gammas, alpha = [point.gamma for point in mine], alphas[temperature]
+        c = float(np.median([point.c for point in mine]))
+        every = range(1, max(gammas) + 1)
+        label = f"T={temperature:g}"
+        acceptance.plot(gammas, [point.line.alpha for point in mine], "o", color=colour, label=label)
+        acceptance.axhline(alpha, color=colour, lw=1, ls="--")
+        tokens.plot(gammas, [point.line.tau for point in mine], "o", color=colour, label=label)
+        tokens.plot(every, [cost.expected_tokens(alpha, g) for g in every], color=colour, lw=1, ls="--")
+        measured = np.array([point.line.speedup for point in mine])
+        spread = np.abs(measured[:, 1:] - measured[:, :1]).T
+        speed.errorbar(gammas, measured[:, 0], spread, fmt="o", color=colour, capsize=3, label=label)
+        theory = [cost.speedup(alpha, g, c) for g in every]
+        speed.plot(every, theory, color=colour, lw=1, ls="--", label=f"{label}, Theorem 3.8")
+        on_curve = [cost.speedup_on(curve, alpha, g, c) for g in every]
+        speed.plot(every, on_curve, color=colour, lw=1, label=f"{label}, with measured t(n)")
+    acceptance.set(title="acceptance", ylabel="accepted / judged (line: alpha, sum min(p, q))", ylim=(0, 1))
+    tokens.set(title="tokens a round", ylabel="tau (line: equation 1 with alpha)")
+    speed.set(title="speed", ylabel="speed-up of decoding")
+    speed.axhline(1, color="#222222", lw=0.8)
+    for axis in axes[0]:
+        axis.set_xlabel("gamma")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    acceptance.legend(fontsize=8, frameon=False)
+    figure.legend(
+        *speed.get_legend_handles_labels(), loc="outside lower right", fontsize=8, ncols=3, frameon=False
+    )
+    save(path)
+
+
+def lenience(path: Path, rows: Sequence[LenientRow]) -> None:
+    """alpha, score and speed-up against lenience."""
+    _, axes, save = _figure(3)
+    factors = [row.factor for row in rows]
+    speeds = np.array([row.line.overall_speedup for row in rows])
+    alphas, scores, speed = axes[0]
+    alphas.plot(factors, [row.alpha for row in rows], "o-", color=COLOURS[0], label="here")
+    known = [(row.factor, row.paper_alpha) for row in rows if row.paper_alpha is not None]
+    if known:
+        alphas.plot(*zip(*known, strict=True), "s--", color="#8a8f98", label="paper")
+    alphas.legend(fontsize=8, frameon=False)
+    scores.plot(factors, [row.quality.score for row in rows], "o-", color=COLOURS[1])
+    spread = np.abs(speeds[:, 1:] - speeds[:, :1]).T
+    speed.errorbar(factors, speeds[:, 0], spread, fmt="o-", color=COLOURS[2], capsize=3)
+    names = ("alpha", rows[0].quality.metric, "speed-up of whole inference")
+    for axis, name in zip(axes[0], names, strict=True):
+        axis.set(xlabel="lenience l (1: exact, below: lossy)", ylabel=name)
+        axis.invert_xaxis()
+    save(path)
+
+
+def write(folder: Path, results: Results) -> list[Path]:
+    """All pictures that the results have something for; their paths."""
+    written: list[Path] = []
+    groups = dict.fromkeys((row.batch_size, row.temperature) for row in results.rows)
+    for batch_size, temperature in groups:
+        lines = [
+            row.line._replace(theory=row.theory)
+            for row in results.rows
+            if (row.batch_size, row.temperature) == (batch_size, temperature)
+        ]
+        path = folder / f"speedup_B{batch_size}_T{temperature:g}.png"
+        report.chart(path, f"speed-up of decoding, T={temperature:g}, batch {batch_size}", lines)
+        written.append(path)
+    if results.sweep:
+        path = folder / "gamma.png"
+        sweep(path, results.sweep, results.alphas[results.sweep_drafter], results.curves[1])
+        written.append(path)
+    if results.lenient:
+        path = folder / "lenience.png"
+        lenience(path, results.lenient)
+        written.append(path)
+    return written
+
+
+def losses(path: Path, alphas: dict[str, tuple[report.Speed, report.Speed]]) -> None:
+    """alpha at temperatures 0 and 1 of each loss, medians with the range over the seeds."""
+    _, axes, save = _figure(1)
+    axis = axes[0, 0]
+    order = sorted(alphas, key=lambda name: alphas[name][1].median)
+    rows = np.arange(len(order))
+    for temperature, colour in ((0, COLOURS[0]), (1, COLOURS[1])):
+        values = np.array([alphas[name][temperature] for name in order])
+        spread = np.abs(values[:, 1:] - values[:, :1]).T
+        place = rows + 0.1 * (1 - 2 * temperature)
+        axis.errorbar(
+            values[:, 0], place, xerr=spread, fmt="o", color=colour, capsize=3, label=f"T={temperature}"
+        )
+    axis.set_yticks(rows, order)
+    axis.set_xlabel("alpha on the target's text (median and range of the seeds)")
+    axis.legend(fontsize=8, frameon=False)
+    save(path)

@@ -1,0 +1,347 @@
+"""Studies: configurations, stages, sheets, scores. No model is trained here."""
+
+import json
+import re
+import time
+
+import numpy as np
+import pytest
+import rich.console
+import typer.testing
+import yaml
+
+from experiments import __main__ as command
+from experiments import prompts, quality, report, results, sheets, stages, study
+
+CONFIGS = prompts.HERE.parent.parent / "configs"
+STUDIES = ["t5_en_de_cpu", "t5_summarization_cpu", "t5_en_de_gpu", "t5_xxl_wmt14_tpu", "t5_large_cnndm_gpu"]
+
+# --- configuration ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("smoke", [False, True])
+def test_the_project_s_own_studies(name, smoke):
+    loaded = study.load(CONFIGS / f"{name}.yaml", smoke=smoke)
+    assert isinstance(loaded, study.Study)
+    assert loaded.rows()
+
+
+@pytest.mark.parametrize("name", ["t5_xxl_wmt14_tpu", "t5_large_cnndm_gpu"])
+def test_what_was_not_run_says_so_first(name):
+    first = (CONFIGS / f"{name}.yaml").read_text().splitlines()[0]
+    assert first.startswith("# Not run at size")
+
+
+def test_the_project_s_own_losses():
+    loaded = study.load(CONFIGS / "t5_losses_cpu.yaml")
+    assert len(loaded.losses) >= 6
+    assert len(loaded.seeds) == 2
+    base = study.load(CONFIGS / loaded.study)
+    assert loaded.drafter in base.drafters
+    # The same text as the study's, so that nothing is written twice.
+    assert set(loaded.sources) == set(base.recipes["distilled"].sources)
+
+
+TRAINING = {"batching": {"batch_size": 8}, "training": {"steps": 3}}
+PARALLEL = {"format": "parallel", "source": "a", "target": "b"}
+
+
+def content(**changes):
+    base = {
+        "kind": "study",
+        "task": {"name": "toy"},
+        "data": {"train": PARALLEL, "validation": PARALLEL, "test": PARALLEL},
+        "max_new_tokens": 8,
+        "target": {"model": "x"},
+        "recipes": {"distilled": {"loss": "forward_kl", "sources": [{"text": "target"}]}},
+        "drafters": {"small": {"start": {"checkpoint": "y"}, **TRAINING}},
+        "measure": {"temperatures": [0, 1]},
+    }
+    return base | changes
+
+
+def write(tmp_path, values):
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_rows_are_drafters_times_recipes(tmp_path):
+    drafters = {
+        "small": {"start": {"checkpoint": "y"}, **TRAINING},
+        "base": {"start": {"layers": [0]}, "recipes": ["distilled"], **TRAINING},
+        "public": {"model": "z"},
+    }
+    recipes = content()["recipes"] | {
+        "fine-tuned": {"loss": "cross_entropy", "sources": [{"text": "references"}]}
+    }
+    loaded = study.load(write(tmp_path, content(drafters=drafters, recipes=recipes)))
+    assert loaded.rows() == {
+        "small, distilled": ("small", "distilled"),
+        "small, fine-tuned": ("small", "fine-tuned"),
+        "base, distilled": ("base", "distilled"),
+        "public": ("public", None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "stduy"}, "kind: expected one of speed, study, losses, got 'stduy'"),
+        ({"nonsense": 1}, "nonsense: unknown key"),
+        ({"target": {}}, "target: expected one of model and finetune"),
+        ({"drafters": {"a": {"model": "x", **TRAINING}}}, "drafters.a: expected either model, or start"),
+        ({"drafters": {"a": {"start": {"checkpoint": "y"}}}}, "drafters.a: expected start, batching and tra"),
+        ({"drafters": {}}, "drafters: expected at least one"),
+        (
+            {"recipes": {"x": {"loss": "kl", "sources": [{"text": "target"}]}}},
+            "recipes.x: loss: expected one of",
+        ),
+        (
+            {"drafters": {"a": {"start": {"checkpoint": "y"}, "recipes": ["x"], **TRAINING}}},
+            "drafters.a.recipes: expected among",
+        ),
+        ({"ngrams": {"small, distilled": {"order": 2}}}, "drafters, ngrams: expected different names"),
+        ({"ngrams": {"b": {"order": 2, "source": {"text": "drafter", "every": 1, "examples": 1}}}}, "source"),
+        ({"measure": {"temperatures": [0], "verify": "tokens"}}, "verify: expected one of"),
+        ({"measure": {"temperatures": [0], "gamma": 0}}, "measure.gamma"),
+        ({"measure": {"temperatures": [0], "lenience": {"drafter": "small, distilled"}}}, "1 among temp"),
+        ({"measure": {"temperatures": [1], "lenience": {"drafter": "small"}}}, "expected a drafter among"),
+        (
+            {"measure": {"temperatures": [1], "batch_sizes": [4], "sweep": {"drafter": "small, distilled"}}},
+            "1 among batch_sizes",
+        ),
+        ({"smoke": {"measure": {"temperature": [0]}}}, "with smoke: measure.temperature: unknown key"),
+    ],
+)
+def test_a_bad_study_is_one_clear_line(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        study.load(write(tmp_path, content(**changes)))
+
+    assert "\n" not in str(caught.value)
+
+
+def test_smoke_lies_over_the_other_values(tmp_path):
+    drafters = {"small": {"training": {"steps": 1}}}
+    path = write(tmp_path, content(smoke={"drafters": drafters, "max_new_tokens": 2}))
+    full, short = study.load(path), study.load(path, smoke=True)
+    assert (full.max_new_tokens, full.drafters["small"].training.steps) == (8, 3)
+    assert (short.max_new_tokens, short.drafters["small"].training.steps) == (2, 1)
+    assert short.drafters["small"].batching == full.drafters["small"].batching
+    with pytest.raises(ValueError, match="smoke: expected the values"):
+        study.load(write(tmp_path, content()), smoke=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table"], "no such file: {data}"),
+        (["losses"], "kind: expected losses, got study"),
+    ],
+)
+def test_the_command_refuses_in_one_line(tmp_path, arguments, message):
+    path, out = write(tmp_path, content()), tmp_path / "out"
+    shared = ["--config", str(path), "--data", str(tmp_path / "none"), "--output", str(out)]
+    result = typer.testing.CliRunner().invoke(command.app, [*arguments, *shared])
+    assert result.exit_code == 1
+    assert message.format(data=tmp_path / "none") in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not out.exists()
+
+
+# --- stages -----------------------------------------------------------------------------------------
+
+
+def quiet():
+    return rich.console.Console(quiet=True)
+
+
+def test_times_add_up_over_attempts(tmp_path):
+    first = stages.Stages(tmp_path, quiet())
+    with pytest.raises(KeyboardInterrupt), first.timed("slow"):
+        time.sleep(0.15)
+        raise KeyboardInterrupt
+    second = stages.Stages(tmp_path, quiet())
+    assert second.times["slow"]["done"] is False
+    with second.timed("slow"):
+        time.sleep(0.15)
+    with second.timed("slow", done=True):
+        pass
+    stored = json.loads((tmp_path / stages.TIMES).read_text())
+    assert stored["stages"]["slow"] == {"seconds": pytest.approx(0.3, abs=0.2), "attempts": 2, "done": True}
+    assert stored["total"] == stored["stages"]["slow"]["seconds"]
+
+
+def test_the_time_of_a_killed_stage_is_known(tmp_path, monkeypatch):
+    """The file is brought up to date while a stage runs, not only at its end."""
+    monkeypatch.setattr(stages, "BEAT", 0.05)
+    running = stages.Stages(tmp_path, quiet())
+    with running.timed("long"):
+        until = time.monotonic() + 10
+        while json.loads((tmp_path / stages.TIMES).read_text())["stages"]["long"]["seconds"] < 0.1:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def test_a_measurement_is_kept_by_its_inputs(tmp_path):
+    calls = []
+
+    def measured():
+        calls.append(1)
+        return [len(calls), (1, 2)]
+
+    for _ in range(2):
+        kept = stages.Stages(tmp_path, quiet())
+        assert kept.kept("a, b", {"x": (1, 2)}, measured) == [1, [1, 2]]
+    assert kept.kept("a, b", {"x": (1, 3)}, measured) == [2, [1, 2]]
+    assert [path.name for path in (tmp_path / "measured").iterdir()] == ["a-b.json"]
+
+
+# --- sheets and scores ------------------------------------------------------------------------------
+
+
+def test_latex_is_escaped_and_has_symbols():
+    sheet = sheets.Sheet("a 5% & b", ("Mq", "alpha T=0", "tau"), [("x_y", "0.5†", "1")], ("#1",))
+    text = sheets.latex(sheet)
+    assert r"\caption{a 5\% \& b}" in text
+    assert r"$M_q$ & $\alpha$ T=0 & $\tau$ \\" in text
+    assert r"x\_y & 0.5\textdagger{} & 1 \\" in text
+    assert r"\begin{tabular}{lrr}" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_markdown_cells_cannot_break_the_table():
+    assert r"| a\|b |" in sheets.markdown(sheets.Sheet("t", ("h",), [("a|b",)]))
+
+
+def test_bleu_is_sacrebleu_s():
+    import sacrebleu
+
+    answers, references = ["the cat sat on the mat", "a dog"], ["the cat sat on a mat", "a dog barks"]
+    found = quality.score("bleu", answers, references)
+    assert found.value == pytest.approx(sacrebleu.corpus_bleu(answers, [references]).score, abs=1e-4)
+    assert "tok:13a" in found.signature
+
+
+def test_rouge_2_by_hand():
+    # Bigrams: 2 of 3 in the answer and 2 of 4 in the reference are common, F1 = 4 / 7; then 1.
+    found = quality.score("rouge2", ["a b c d", "x y"], ["a b c e f", "x y"])
+    assert found.value == pytest.approx(100 * (4 / 7 + 1) / 2, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("metric", "answers", "message"),
+    [("rouge", ["a"], "metric: expected"), ("bleu", [], "answers: expected 1")],
+)
+def test_bad_scores_are_refused(metric, answers, message):
+    with pytest.raises(ValueError, match=message):
+        quality.score(metric, answers, ["a"])
+
+
+def line(**changes):
+    speed = report.Speed(1.5, 1.4, 1.6)
+    base = report.Line("x", 2.0, (0.5,), 0.5, 0.01, 1.4, 1.5, speed, speed, speed, speed, (), 3)
+    base = base._replace(predicted_overall=1.5, round=report.Round(0.010, 0.007, 0.001), lossless=True)
+    return base._replace(**changes)
+
+
+def test_results_survive_their_file():
+    row = results.LenientRow(0.5, 0.6, 4, line(flips=(report.Flip("a", 1, 0.25),)), SCORE, None)
+    stored = json.loads(json.dumps(results.packed(results.LenientRow, row)))
+    assert results.unpacked(results.LenientRow, stored) == row
+
+
+SCORE = results.Quality(20.0, "BLEU", "signature", 3, 30, 2.0)
+
+
+def row(**changes):
+    base = results.Row(
+        task="toy",
+        drafter="small, distilled",
+        paper="small",
+        temperature=0.0,
+        batch_size=1,
+        gamma=4,
+        alpha=0.7,
+        c=0.03,
+        theory=2.0,
+        line=line(),
+        plain=line(name="plain", round=report.Round(0.006, 0.005, 0.0), baseline=True),
+        quality=SCORE._replace(flips=()),
+        plain_quality=SCORE,
+        reference=None,
+    )
+    return base._replace(**changes)
+
+
+def test_what_is_far_from_its_expectation_is_explained():
+    from experiments import study_report
+
+    assert study_report.explanation(row()) == ""
+    slow = row(line=line(predicted=1.8))
+    assert slow.off == pytest.approx(1.5 / 1.8 - 1)
+    text = study_report.explanation(slow)
+    assert "-17% (decoding)" in text
+    assert "A round takes 10.00 ms (forward 7.00, drafting 1.00, left 2.00)" in text
+    assert "a plain step 6.00 ms (forward 5.00, drafting 0.00, left 1.00)" in text
+    only_whole = row(line=line(predicted_overall=1.2))
+    assert "+25% (whole inference)" in study_report.explanation(only_whole)
+
+
+def test_the_main_sheet():
+    from experiments import paper, study_report
+
+    found = results.Results(
+        rows=[
+            row(reference=paper.find("ende", "small", 0)),
+            row(batch_size=4, quality=None, line=line(predicted=3.0, flips=(report.Flip("2", 5, 0.5),))),
+        ],
+        alphas={},
+        alpha_tokens={},
+        curves={},
+        fill=0,
+        lenient=[],
+        lenient_alphas={},
+        sweep=[],
+        sweep_drafter="",
+        rounds={},
+    )
+    sheet = study_report.main_sheet(found, "t")
+    assert "B" in sheet.headings
+    cells = [dict(zip(sheet.headings, cells, strict=True)) for cells in sheet.rows]
+    assert cells[0][sheet.headings[-1]] == "small: 7 / 0.75 / 0.02 / 3.2 / 3.4"
+    assert cells[0]["speed-up"] == "1.50 (1.40-1.60)"
+    assert (cells[0]["BLEU plain"], cells[0]["BLEU speculative"]) == ("20.00", "20.00")
+    assert cells[0]["same tokens"] == "yes"
+    assert cells[1]["speed-up"] == "1.50 (1.40-1.60)†"
+    assert cells[1]["same tokens"] == "NO (1 of 3 prompts)"
+    assert len(sheet.notes) == 1
+
+
+def test_times_of_a_kind_are_summed(tmp_path):
+    from experiments import study_report
+
+    times = stages.Stages(tmp_path, quiet())
+    for name, seconds in (("small, distilled", 5.0), ("alpha, small, T=0", 1.0), ("alpha, small, T=1", 2.0)):
+        times.times[name] = {"seconds": seconds, "attempts": 1, "done": True}
+    assert study_report.times_sheet(times).rows == [
+        ("small, distilled", "5.0 s", "1"),
+        ("alpha", "3.0 s", "2"),
+        ("total", "8.0 s", ""),
+    ]
+
+
+def test_pictures(tmp_path):
+    from experiments import plots
+    from jspec.measure import CostCurve
+
+    points = [results.SweepPoint(t, g, 0.02, line()) for t in (0.0, 1.0) for g in (1, 2, 5)]
+    curve = CostCurve((1, 6), (1.0, 1.5))
+    plots.sweep(tmp_path / "gamma.png", points, {0.0: 0.7, 1.0: 0.6}, curve)
+    rows = [results.LenientRow(f, 0.6, 4, line(), SCORE, a) for f, a in ((1.0, 0.62), (0.5, None))]
+    plots.lenience(tmp_path / "lenience.png", rows)
+    plots.losses(tmp_path / "losses.png", {"a": (report.Speed(0.5, 0.4, 0.6),) * 2})
+    for path in tmp_path.iterdir():
+        assert path.read_bytes()[:4] == b"\x89PNG"
+    assert np.unique([path.stat().st_size for path in tmp_path.iterdir()]).size == 3

@@ -10,6 +10,7 @@ import pytest
 
 from jspec import trees
 from jspec.models import Seq2SeqConfig, init_params, language_model
+from jspec.models.layers import product
 from jspec.models.rotary import Rotary
 from jspec.testing import tiny_decoder, tiny_seq2seq
 from jspec.types import Block, Prompt
@@ -352,3 +353,19 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"capacity: the model has 512 positions"):
         empty(model, params, 1, 513)
     assert language_model(model.config) is model
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(3, 7), (7, 3)])
+def test_the_gradient_of_a_product_is_that_of_matmul(inputs, outputs):
+    """Whichever factor is the narrower; with and without a batch's axes."""
+    rng = np.random.default_rng(0)
+    for lead in ((5,), (2, 5), ()):
+        x, kernel, dy = (
+            jnp.asarray(rng.normal(size=shape), jnp.float32)
+            for shape in ((*lead, inputs), (inputs, outputs), (*lead, outputs))
+        )
+        value, pull = jax.vjp(product, x, kernel)
+        expected, pull_expected = jax.vjp(jnp.matmul, x, kernel)
+        np.testing.assert_array_equal(value, expected)
+        for ours, theirs in zip(pull(dy), pull_expected(dy), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

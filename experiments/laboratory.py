@@ -38,10 +38,12 @@ class Costs(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Lines of plain decoding, then of each setting; and every round of each prompt."""
+    """Lines of plain decoding, then of each setting; and every round of each prompt. The costs were measured
+    just before the decoding, the curve among them."""
 
     lines: list[Line]
     rounds: dict[str, Any]
+    curve: CostCurve
 
 
 class Laboratory:
@@ -77,6 +79,10 @@ class Laboratory:
             "dtype": self.settings.dtype,
             "device": [device.platform, device.device_kind, jax.device_count()],
         }
+        # One width of the encoder's input for all timed sentences, whichever of them a table takes.
+        sweep = 0 if self.settings.sweep is None else self.settings.sweep.sentences
+        timed = self.examples[: max(self.settings.sentences, sweep)]
+        self.source = -(-max(len(example.source) for example in timed) // 8) * 8
         self.answers: dict[float, list[list[int]]] = {}
         self.plain: dict[float, Quality] = {}
         for temperature in self.settings.temperatures:
@@ -156,6 +162,7 @@ class Laboratory:
             repeats=self.settings.repeats,
             batch_size=batch_size,
             slots=SLOTS,
+            source=self.source,
         )
 
     def setting(self, subject: Subject, gamma: int, rule: Verifier | None = None, name: str = "") -> Setting:
@@ -202,7 +209,6 @@ class Laboratory:
         title: str,
         settings: Sequence[Setting],
         temperature: float,
-        curve: CostCurve,
         inputs: dict[str, Any],
         *,
         batch_size: int,
@@ -216,6 +222,9 @@ class Laboratory:
             drafting: list[float | None] = [None]
             with progress.bars(self.console) as bar:
                 bench.compile(every, bar(f"{title}: compiling", len(every)))
+                widths = {1, *(setting.widths[-1] for setting in settings)}
+                advance = bar(f"{title}: cost curve", len(widths) * (measure.REPEATS + 1))
+                curve, _ = bench.curve(sorted(widths), advance)
                 advance = bar(f"{title}: drafting", len(settings))
                 for setting in settings:
                     drafting.append(bench.draft_seconds(setting, temperature, rounds=0))
@@ -223,9 +232,9 @@ class Laboratory:
                 steps = bench.repeats * len(bench.groups) * len(every)
                 trials = bench.trials(every, temperature, bar(f"{title}: decoding", steps))
             lines = figures.lines(bench, every, trials, drafting, curve, temperature)
-            return Timed(lines, figures.content(bench, every, trials))
+            return Timed(lines, figures.content(bench, every, trials), curve)
 
-        shared = {"sentences": sentences, "repeats": self.settings.repeats, "curve": curve}
+        shared = {"sentences": sentences, "repeats": self.settings.repeats}
         return self.kept(title, Timed, shared | inputs, run)
 
     # --- quality ------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ def measure(
     lenient_alphas: dict[str, list[float]] = {}
     if settings.lenience is not None:
         lenient_alphas = lenience_alphas(lab, settings.lenience)
-        lenient = lenience(lab, settings.lenience, lenient_alphas, rows, costs)
-    points = sweep(lab, settings.sweep, costs) if settings.sweep is not None else []
+        lenient = lenience(lab, settings.lenience, lenient_alphas, rows)
+    points = sweep(lab, settings.sweep) if settings.sweep is not None else []
     return Results(
         rows=rows,
         alphas=alphas,
@@ -83,7 +83,6 @@ def table(
         f"speed, batch {batch_size}, T={temperature:g}",
         [lab.setting(subject, gammas[subject.name]) for subject in lab.subjects],
         temperature,
-        costs.curve,
         {"drafters": lab.prints(lab.subjects), "gammas": gammas, "verify": settings.verify},
         batch_size=batch_size,
     )
@@ -138,7 +137,6 @@ def lenience(
     wanted: Lenience,
     alphas: dict[str, list[float]],
     rows: Sequence[Row],
-    costs: dict[int, Costs],
 ) -> list[LenientRow]:
     """One drafter at temperature 1 for each lenience, with the draft length that it has in the table."""
     subject, batch_size = lab.all[wanted.drafter], lab.settings.batch_sizes[0]
@@ -155,7 +153,6 @@ def lenience(
         "lenience",
         every,
         1.0,
-        costs[batch_size].curve,
         {"drafters": lab.prints([subject]), "gamma": gamma, "factors": wanted.factors},
         batch_size=batch_size,
     )
@@ -172,7 +169,7 @@ def lenience(
     ]
 
 
-def sweep(lab: Laboratory, wanted: Sweep, costs: dict[int, Costs]) -> list[SweepPoint]:
+def sweep(lab: Laboratory, wanted: Sweep) -> list[SweepPoint]:
     """One drafter at several draft lengths, one sentence at a time."""
     subject, points = lab.all[wanted.drafter], []
     for temperature in lab.settings.temperatures:
@@ -180,7 +177,6 @@ def sweep(lab: Laboratory, wanted: Sweep, costs: dict[int, Costs]) -> list[Sweep
             f"sweep, T={temperature:g}",
             [lab.setting(subject, gamma, None, f"gamma {gamma}") for gamma in wanted.gammas],
             temperature,
-            costs[1].curve,
             {
                 "drafters": lab.prints([subject]),
                 "gammas": wanted.gammas,

@@ -29,7 +29,8 @@ LEGEND = f"""\
   host does between), and of decoding alone. Each setting decodes each sentence in turn with plain decoding;
   tokens per second over all sentences, median (least-greatest) of the repeats. Compilation is never timed.
 * alpha: mean of sum min(p, q) over the target's own answers to the test set at that temperature. c: time of a
-  drafter step over t(1), the target's forward over one token; both measured in loops on the device.
+  drafter step over t(1), the target's forward over one token; both measured in loops on the device, just
+  before the decoding.
 * Thm 3.8: (1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)), where a forward over gamma + 1 tokens costs
   as much as over one. Expected: from the tau of this decoding and the measured costs, tau over
   (t(gamma + 1) / t(1) + gamma c); for whole inference with the measured time before the first round, too. A

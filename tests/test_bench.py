@@ -62,6 +62,7 @@ def test_groups_and_capacity(decoded):
     bench = decoded[3][0]
     assert bench.groups == [[0, 1, 2], [3]]
     assert (bench.capacity([3]), bench.source) == (32, 16)
+    assert Bench(model(0), cases(1), max_new_tokens=9, source=24).source == 24
 
 
 def test_figures_of_batches(decoded, setting):

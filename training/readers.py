@@ -211,7 +211,7 @@ def _text(row: Any, key: str, place: str) -> str:
 
 def _hub(config: Hub, folder: Path) -> Iterator[_Pair]:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError(
             "data: Hub data sets need the package datasets: pip install 'jspec[data]'"

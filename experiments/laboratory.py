@@ -97,10 +97,7 @@ class Laboratory:
 
     def _write(self, temperature: float) -> None:
         def write() -> Quality:
-            answers = self._answers(temperature)
-            assert self.target.tokenizer is not None
-            texts = [self.target.tokenizer.decode(answer) for answer in answers]
-            return self._quality(texts, sum(map(len, answers)), 1.0)
+            return self._quality(self._answers(temperature), 1.0)
 
         inputs = {"temperature": temperature, "batch": self.settings.quality_batch}
         inputs["metric"] = self.config.task.metric
@@ -118,10 +115,12 @@ class Laboratory:
             cache=self.folder / ANSWERS,
         )
 
-    def _quality(self, texts: Sequence[str], tokens: int, tau: float) -> Quality:
+    def _quality(self, answers: Sequence[Sequence[int]], tau: float) -> Quality:
+        assert self.target.tokenizer is not None
+        texts = [self.target.tokenizer.decode(answer) for answer in answers]
         references = [record.target for record in self.records]
         score = quality.score(self.config.task.metric, texts, references)
-        return Quality(*score, sentences=len(texts), tokens=tokens, tau=tau)
+        return Quality(*score, sentences=len(texts), tokens=sum(map(len, answers)), tau=tau)
 
     def written(self, temperature: float) -> list[Example]:
         """The test sources with plain decoding's answers."""
@@ -254,10 +253,8 @@ class Laboratory:
                 max_new_tokens=self.config.max_new_tokens,
                 batch_size=self.settings.quality_batch,
             )
-            assert output.texts is not None
-            found = self._quality(
-                output.texts, sum(map(len, output.tokens)), output.stats.mean_accepted_length or 1.0
-            )
+            tau = output.stats.mean_accepted_length or 1.0
+            found = self._quality(output.tokens, tau)
             if temperature > 0:
                 return found
             flips = self.bench(1, len(self.examples)).flips(output.tokens, self.answers[temperature])

@@ -126,11 +126,11 @@ HEADINGS = (
 )
 
 
-def equality(line: Line) -> str:
+def equality(line: Line, gap: float = FLIP_GAP) -> str:
     """Whether the tokens are those of plain decoding.
 
-    A prompt that differs counts as equal only where plain decoding itself was undecided: the gap of its two
-    best logits is below `FLIP_GAP`.
+    A prompt that differs counts as equal only where plain decoding itself was undecided: the difference of
+    its two best logits is below ``gap``.
 
     >>> line = Line("x", 1, (), 0, None, None, None, *[Speed(1, 1, 1)] * 4, (Flip("a", 7, 2e-4),), 12)
     >>> equality(line)
@@ -138,7 +138,7 @@ def equality(line: Line) -> str:
     """
     if line.flips is None:
         return "in law" if line.lossless else "no: a lossy rule"
-    ties = sum(flip.gap < FLIP_GAP for flip in line.flips)
+    ties = sum(flip.gap < gap for flip in line.flips)
     wrong = len(line.flips) - ties
     if wrong:
         return f"NO ({wrong} of {line.num_prompts} prompts)"

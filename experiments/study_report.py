@@ -24,6 +24,9 @@ MEASUREMENTS = (
     "lenient alpha",
     "sweep",
 )  # first words of stages
+#: By dtype: logits of plain decoding that are less apart may change places in a block of another shape. In
+#: bfloat16 numbers between 16 and 32 are 0.125 apart.
+NEAR_TIE = {"float32": report.FLIP_GAP, "bfloat16": 0.25}
 LEGEND = f"""\
 * Speed-up: of whole inference (headline; encoders of target and drafter, reading, decoding, and all that the
   host does between), and of decoding alone. Each setting decodes each sentence in turn with plain decoding;
@@ -37,8 +40,8 @@ LEGEND = f"""\
   row marked {MARK} is more than {OFF:.0%} off that, and explained below the table; what is left of a round
   is verifying, committing, bookkeeping, and what the loops that measure the parts do not see.
 * Same tokens: the whole test set against plain decoding, at T = 0. A sentence that differs counts as equal
-  only where plain decoding's two best logits are less than {report.FLIP_GAP:g} apart (near-tie). "In law":
-  sampled.
+  only where plain decoding's two best logits are less than {NEAR_TIE["float32"]:g} apart
+  ({NEAR_TIE["bfloat16"]:g} in bfloat16): a near-tie. "In law": sampled.
 * The paper's rows: {paper.SOURCE}, Tables 2 and 4: another model and machine (T5-XXL, one TPU v4). Its
   appendix A.5 prints the lenient rule for argmax decoding with "<=" where ">=" is meant."""
 
@@ -47,12 +50,12 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _same(quality: Quality | None, row: Row) -> str:
+def _same(quality: Quality | None, row: Row, dtype: str) -> str:
     """Whether speculation gave plain decoding's tokens."""
-    if quality is None:
-        return report.equality(row.line)
-    total = row.line._replace(flips=quality.flips, num_prompts=quality.sentences)
-    return report.equality(total)
+    line = row.line
+    if quality is not None:
+        line = line._replace(flips=quality.flips, num_prompts=quality.sentences)
+    return report.equality(line, NEAR_TIE[dtype])
 
 
 def _reference(row: Row) -> str:
@@ -63,7 +66,7 @@ def _reference(row: Row) -> str:
     return f"{found.drafter}: " + " / ".join(map(str, figures))
 
 
-def main_sheet(results: Results, title: str) -> Sheet:
+def main_sheet(results: Results, title: str, dtype: str = "float32") -> Sheet:
     """The rows task x Mq x temperature (x batch size)."""
     batches = len({row.batch_size for row in results.rows}) > 1
     metric = results.rows[0].plain_quality.metric
@@ -106,7 +109,7 @@ def main_sheet(results: Results, title: str) -> Sheet:
                 _number(row.line.tau),
                 _number(row.plain_quality.score),
                 _number(row.quality.score if row.quality else None),
-                _same(row.quality, row),
+                _same(row.quality, row, dtype),
                 _reference(row),
             )
         )
@@ -240,7 +243,7 @@ def write(
         f"{config.measure.repeats} repeats, {config.measure.verify} rule"
     )
     all_sheets = [
-        main_sheet(results, title),
+        main_sheet(results, title, config.measure.dtype),
         alpha_sheet(results, config.task.paper, subjects),
         *lenience_sheets(results, subjects),
         times_sheet(stages),

@@ -204,11 +204,13 @@ def training(folder: Path, *names: str) -> dict[str, Any]:
 
 
 def topologies(folder: Path) -> dict[str, Any]:
-    """A run on (4, 2): read on (2, 4) and on one device, and gone on with on (2, 4) from its first half."""
-    run = folder / "run"
+    """A run on (4, 2): read on (2, 4) and on one device, and gone on with on (2, 4) from its first half. And
+    the same run on one device."""
+    run, alone = folder / "run", train(folder / "alone", None)
     model, losses = train(run, parallel.make_mesh(4, 2))
     mesh = mesh_of("2x4")
     found = {
+        "alone": alone[1],
         "one": distance(model.params, jspec.load(run).params),
         "2x4": distance(model.params, (there := jspec.load(run, mesh=mesh)).params),
         "placed": misplaced(there, mesh),
@@ -217,7 +219,7 @@ def topologies(folder: Path) -> dict[str, Any]:
     (run / "DONE").unlink()
     shutil.rmtree(run / "checkpoints" / str(STEPS))
     other, found["resumed"] = train(run, mesh)
-    return found | {"after": distance(model.params, other.params)}
+    return found | {"after": distance(alone[0].params, other.params)}
 
 
 def loading(folder: Path) -> dict[str, Any]:
@@ -237,13 +239,18 @@ def processes(folder: Path, address: str, process: str) -> dict[str, Any]:
     return {"devices": jax.device_count(), "tokens": tokens, "losses": losses}
 
 
+def zeros(config: models.Config, dtype: Any) -> PyTree:
+    shapes = jax.eval_shape(lambda params: models.cast(params, dtype), models.abstract_params(config))
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+
+
 def dry_run(folder: Path, path: str) -> dict[str, Any]:
     """What a dry run says of a small model, and what the first device holds of the real one."""
     settings = configs.load(path, dryrun.DryRun)
     (layout,) = dryrun.run(settings)
     mesh = parallel.make_mesh(layout.devices.data, layout.devices.model)
     target, drafter = (orbax.architecture(values) for values in (settings.target, settings.drafter))
-    masters = models.init_params(target, jax.random.key(0))
+    masters = zeros(target, jnp.float32)
     layout_of_masters = parallel.param_shardings(mesh, masters, target, parallel.FULLY_SHARDED)
     masters = parallel.shard(masters, layout_of_masters)
     held: dict[str, Any] = {"params, float32": masters}
@@ -256,7 +263,7 @@ def dry_run(folder: Path, path: str) -> dict[str, Any]:
         placed(
             jspec.Model(
                 models.language_model(config),
-                models.init_params(config, jax.random.key(1), jnp.bfloat16),
+                zeros(config, jnp.bfloat16),
                 decoder_start=(0,),
             ),
             mesh,

@@ -253,8 +253,11 @@ def test_collectives_of_a_program():
 
 # --- on eight devices -------------------------------------------------------------------------------
 
-QUICK = ("model:2x4", "model:8x1", "model:1x8", "tree:2x4", "plain:2x4")
-REST = ("tree:8x1", "tree:1x8", "plain:8x1", "plain:1x8", "grouped:2x4", "refill:2x4", "refill:8x1")
+QUICK = ("model:2x4", "tree:2x4")
+REST = (
+    *("model:8x1", "model:1x8", "tree:8x1", "tree:1x8", "plain:2x4", "plain:8x1", "plain:1x8"),
+    *("grouped:2x4", "refill:2x4", "refill:8x1"),
+)
 
 
 def generated(tmp_path: Path, cases: tuple[str, ...]) -> dict[str, Any]:
@@ -271,16 +274,15 @@ def check_tokens(found: dict[str, Any], cases: tuple[str, ...]) -> None:
 
 
 def test_tokens_are_those_of_one_device(tmp_path):
-    """Greedy and sampled rows, with a draft model, a tree and none."""
+    """Greedy and sampled rows, with a draft model and with a tree."""
     found = generated(tmp_path, QUICK)
     check_tokens(found, QUICK)
-    greedy = [found[f"{kind}:one"]["tokens"][::2] for kind in ("plain", "model", "tree")]
-    assert greedy[0] == greedy[1] == greedy[2]
+    assert found["model:2x4"]["tokens"][::2] == found["tree:2x4"]["tokens"][::2]  # the greedy rows
 
 
 @pytest.mark.slow
 def test_tokens_are_those_of_one_device_everywhere(tmp_path):
-    """The other meshes; rows that are refilled; key-value heads that four devices do not divide."""
+    """The other meshes; plain decoding; rows that are refilled; key-value heads that do not divide."""
     check_tokens(generated(tmp_path, REST), REST)
 
 
@@ -304,21 +306,24 @@ def test_no_program_gathers_the_cache_of_other_drafters(tmp_path):
     check_programs(tmp_path, ("tree", "grouped"))
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_one_device(tmp_path):
-    found = result(start("training", str(tmp_path), "2x4", "8x1", "1x8"))
+    found = result(start("training", str(tmp_path), "8x1", "1x8"))
     one = found["losses"].pop("one")
-    assert one[0] > one[-1]
     for name, losses in found["losses"].items():
         np.testing.assert_allclose(losses, one, rtol=1e-5, err_msg=name)
         assert found["distance"][name] < 1e-3, name  # Adam divides small gradients by their own size
 
 
-def test_a_checkpoint_goes_to_another_mesh(tmp_path):
+def test_a_run_changes_its_mesh(tmp_path):
+    """The same losses on one device, on (4, 2), and on (2, 4) from a checkpoint of (4, 2)."""
     found = result(start("topologies", str(tmp_path)))
     assert found["one"] == found["2x4"] == 0
     assert found["placed"] == []
-    np.testing.assert_allclose(found["resumed"], found["losses"], rtol=1e-5)
-    assert found["after"] < 1e-3
+    assert found["alone"][0] > found["alone"][-1]
+    np.testing.assert_allclose(found["losses"], found["alone"], rtol=1e-5)
+    np.testing.assert_allclose(found["resumed"], found["alone"], rtol=1e-5)
+    assert found["after"] < 1e-3  # Adam divides small gradients by their own size
 
 
 def test_a_model_is_loaded_onto_a_mesh(tmp_path):

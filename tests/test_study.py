@@ -316,6 +316,12 @@ def test_the_main_sheet():
     assert cells[0]["same tokens"] == "yes"
     assert cells[1]["speed-up"] == "1.50 (1.40-1.60)†"
     assert cells[1]["same tokens"] == "NO (1 of 3 prompts)"
+    # In bfloat16, whose logits are coarser, a smaller gap is a near-tie.
+    near = results.Results(*found)._replace(
+        rows=[row(quality=SCORE._replace(flips=(report.Flip("2", 5, 0.2),)))]
+    )
+    same = {dtype: study_report.main_sheet(near, "t", dtype).rows[0][-2] for dtype in ("float32", "bfloat16")}
+    assert same == {"float32": "NO (1 of 3 prompts)", "bfloat16": "yes (1 near-tie)"}
     assert len(sheet.notes) == 1
 
 

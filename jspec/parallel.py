@@ -102,8 +102,8 @@ def initialize_distributed(
 ) -> None:
     """Join the processes of several hosts; to be called before anything else touches a device.
 
-    Without arguments JAX finds the hosts of a Cloud TPU slice, of Slurm, Open MPI and Kubernetes itself;
-    elsewhere set JAX_COORDINATOR_ADDRESS (``host:port`` of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    Without arguments JAX finds the hosts of a Cloud TPU slice, of Slurm and of Open MPI itself; elsewhere
+    set JAX_COORDINATOR_ADDRESS (``host:port`` of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
     Does nothing on a single machine, and nothing the second time.
 
     Raises:

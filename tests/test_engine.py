@@ -58,6 +58,23 @@ def eos_of(ids: list[int]) -> engine.Stops:
     return engine.Stops(jnp.array(ids, jnp.int32), jnp.zeros((0, 1), jnp.int32))
 
 
+#: Second cases of a drafter, with another rule or a stopping rule: under `slow`.
+SECOND = (
+    "scripted/token",
+    "model/token",
+    "model greedy",
+    "model confidence",
+    "model entropy",
+    "heuristic(suffix)",
+    "early_exit greedy",
+    "suffix/token",
+    "suffix/block",
+    "suffix pld",
+    "suffix vllm_ngram",
+    "suffix tree/tree",
+    "iid tree/with_replacement",
+    "iid tree/kseq",
+)
 #: Cases that run with an encoder-decoder in the quick suite: an encoder for the drafter, the target's own
 #: truncated cache, trees, side rows. The others under `slow`.
 QUICK_ENCODER_DECODER = ("model/block", "early_exit", "suffix tree", "token_recycling", "lookahead")
@@ -66,7 +83,7 @@ QUICK_ENCODER_DECODER = ("model/block", "early_exit", "suffix tree", "token_recy
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        *((name, target) for name in CASES),
+        *(pytest.param(name, target, marks=pytest.mark.slow if name in SECOND else ()) for name in CASES),
         *(
             pytest.param(
                 name, encoder_decoder, marks=() if name in QUICK_ENCODER_DECODER else pytest.mark.slow
@@ -554,6 +571,6 @@ def test_refusals():
             max_new_tokens=1,
         )
     with pytest.raises(ValueError, match=r"widths: expected numbers in 1 \.\. 5"):
-        generate("suffix", [PROMPTS[0]], [2], [0], widths=(1, 9))
+        generate("suffix", target(V).prompt([PROMPTS[0]]), [2], [0], widths=(1, 9))
     with pytest.raises(ValueError, match="widths: a drafter with side rows always runs all its 5 nodes"):
-        generate("lookahead", [PROMPTS[0]], [2], [0], widths=(1,))
+        generate("lookahead", target(V).prompt([PROMPTS[0]]), [2], [0], widths=(1,))

@@ -413,7 +413,7 @@ def test_settings_in_effect_are_reported(wheel):
         "widths": (1, 4),
         "capacity": 256,
         "rows": 2,
-        "rounds": 2,
+        "rounds": 3,  # "a" takes one, "b" two, and "c" two in the row of "a"
     }
 
 

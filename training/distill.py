@@ -14,7 +14,7 @@ import rich.console
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jspec import models
+from jspec import models, parallel
 from jspec.checkpoint import Model, load
 from jspec.io import orbax
 from jspec.models.layers import Dropout
@@ -146,7 +146,7 @@ def run(
     if target is None:
         if config.target is None:
             raise ValueError("target: expected a checkpoint or a run's folder, got none")
-        with recipe.before_mesh(mesh):
+        with parallel.on_host(mesh):
             target = load(config.target, config.training.dtype)
     inputs = {
         "recipe": "distill",
@@ -155,9 +155,9 @@ def run(
         "target": recipe.model_fingerprint(target.lm.config, target.params),
     }
     if recipe.open_folder(output, config, inputs):
-        return recipe.read_model(output, mesh)
+        return load(output, mesh=mesh)
     settings = config.training
-    with recipe.before_mesh(mesh):
+    with parallel.on_host(mesh):
         drafter = _start(config.drafter, target, settings.seed)
         reference = None if config.token_filter is None else load(config.token_filter.reference)
     for name, model in (("drafter", drafter), ("token_filter.reference", reference)):
@@ -210,7 +210,7 @@ def run(
         shardings=recipe.shardings(mesh, drafter),
         console=console,
     )
-    return recipe.read_model(output, mesh)
+    return load(output, mesh=mesh)
 
 
 def _start(config: Drafter, target: Model, seed: int) -> Model:

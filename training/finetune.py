@@ -14,7 +14,7 @@ import rich.console
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jspec import models
+from jspec import models, parallel
 from jspec.checkpoint import Model, load
 from jspec.io import orbax
 from jspec.io.tokenizer import Tokenizer, from_folder
@@ -102,8 +102,8 @@ def run(
         "tokenizer": tokenizer and recipe.text_fingerprint(tokenizer.vocabulary.tokens),
     }
     if recipe.open_folder(output, config, inputs):
-        return recipe.read_model(output, mesh)
-    with recipe.before_mesh(mesh):
+        return load(output, mesh=mesh)
+    with parallel.on_host(mesh):
         model = _start(config, corpus, output, tokenizer)
     recipe.describe(output, model)
     settings = config.training
@@ -128,7 +128,7 @@ def run(
         shardings=recipe.shardings(mesh, model),
         console=console,
     )
-    return recipe.read_model(output, mesh)
+    return load(output, mesh=mesh)
 
 
 def _start(config: Finetune, corpus: recipe.Corpus, output: Path, tokenizer: Tokenizer | None) -> Model:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,8 +17,8 @@ import yaml
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jspec import models, parallel
-from jspec.checkpoint import Model, load
+from jspec import parallel
+from jspec.checkpoint import Model
 from jspec.io import orbax
 from jspec.io.tokenizer import Tokenizer
 from jspec.types import PyTree
@@ -129,22 +128,6 @@ def held_out(
 # --- models -----------------------------------------------------------------------------------------
 
 
-def read_model(folder: Path, mesh: Mesh | None) -> Model:
-    """A run's model, on one device or on a mesh."""
-    if mesh is None:
-        return load(folder)
-    found = orbax.load_run(folder, mesh=mesh)
-    return Model(
-        lm=models.language_model(found.config),
-        params=found.params,
-        tokenizer=found.tokenizer,
-        eos=found.eos,
-        name=folder.name,
-        decoder_start=found.decoder_start,
-        vocab_size=found.vocab_size,
-    )
-
-
 def describe(folder: Path, model: Model) -> None:
     """Write what `jspec.load` has to know of the model that is trained in ``folder``."""
     if jax.process_index() == 0:
@@ -156,13 +139,6 @@ def describe(folder: Path, model: Model) -> None:
             vocab_size=model.vocab_size,
             tokenizer=model.tokenizer,
         )
-
-
-def before_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
-    """Where params are made or read: in the host's memory if a mesh will hold them, since one device may be
-    too small."""
-    cpu = jax.local_devices(backend="cpu")[0]
-    return contextlib.nullcontext() if mesh is None else jax.default_device(cpu)
 
 
 def on_mesh(mesh: Mesh | None, model: Model) -> Model:

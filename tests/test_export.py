@@ -82,7 +82,12 @@ SCRATCH = {
 
 # What is written has the same logits but other params.
 SCALED = {
-    "t5 scaled": (tiny_seq2seq, dict(tied=True, embedding_scale=5.3, logit_scale=0.4), "t5"),
+    "t5 scaled": (
+        tiny_seq2seq,
+        dict(tied=True, embedding_scale=5.3, logit_scale=0.4, attention_scale=0.3),
+        "t5",
+    ),
+    "t5 scaled attention": (tiny_seq2seq, dict(attention_scale=0.3), "t5"),
 }
 
 
@@ -158,10 +163,12 @@ def test_a_model_from_scratch_comes_back_bit_by_bit(name, tmp_path):
         assert ours == (pytest.approx(theirs, rel=1e-6) if isinstance(ours, float) else theirs), field.name
 
 
-def test_a_scaled_embedding_goes_into_the_weights(tmp_path):
-    model = scratch("t5 scaled")
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_go_into_the_weights(name, tmp_path):
+    model = scratch(name)
     config, params, _ = load_hf(save_hf(model, tmp_path / "hf"))
-    assert (config.embedding_scale, config.logit_scale) == (1.0, 32**-0.5)
+    logit_scale = 32**-0.5 if config.tied else 1.0
+    assert (config.attention_scale, config.embedding_scale, config.logit_scale) == (1.0, 1.0, logit_scale)
     read = dataclasses.replace(model, lm=language_model(config), params=params)
     np.testing.assert_allclose(logits(read), logits(model), atol=1e-4, rtol=1e-5)
 

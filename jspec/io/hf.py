@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
+import jax
 import jax.numpy as jnp
 import numpy as np
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -186,7 +187,7 @@ def save_hf(model: Model, folder: str | Path) -> Path:
 
     The weights keep their dtypes; `load_hf` gives the same params back, bit for bit. Whatever family the
     architecture came from, the first one that can express it is written (`registry.express`). Scales of
-    embedding and head that T5 has no words for go into the weights (`without_scales`).
+    attention, embedding and head that T5 has no words for go into the weights (`without_scales`).
 
     Raises:
         ValueError: the folder is not empty, or no family can express the model; the message says why.
@@ -213,26 +214,34 @@ def save_hf(model: Model, folder: str | Path) -> Path:
 
 
 def without_scales(config: Config, params: Params) -> tuple[Config, Params]:
-    """A T5-like model whose embedding is scaled, as one of the same logits whose embedding is not.
+    """A T5-like model with scaled attention or a scaled embedding, as one of the same logits without.
 
-    Training likes the scale (Adam moves every number by about the learning rate, whatever its size); a T5
-    checkpoint holds the product. What remains to be said of the logits' scale goes into the final norm::
+    Training likes the scales (Adam moves every number by about the learning rate, whatever its size); a T5
+    checkpoint holds the products. Queries take that of the scores. What remains to be said of a tied
+    embedding's after it went into the embedding goes into the final norm::
 
         norm(x) g . e l  =  norm(x) g' . (s e) E^-0.5   with   g' = g (l / s) E^0.5
 
     Other models come back as they are.
     """
-    scaled = isinstance(config, Seq2SeqConfig) and config.positions == "relative" and config.tied
-    if not scaled or config.embedding_scale == 1 or config.norm_placement != "pre":
+    if not isinstance(config, Seq2SeqConfig) or config.positions != "relative":
         return config, params
-    assert isinstance(config, Seq2SeqConfig)
-    scale, plain = config.embedding_scale, config.width**-0.5
-    embedding, gain = params["embedding"], params["norm"]["scale"]
-    params = params | {
-        "embedding": embedding * jnp.asarray(scale, embedding.dtype),
-        "norm": params["norm"] | {"scale": gain * (config.logit_scale / scale / plain)},
-    }
-    return dataclasses.replace(config, embedding_scale=1.0, logit_scale=plain), params
+    if config.attention_scale != 1:
+        scale = config.attention_scale
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, x: x * jnp.asarray(scale, x.dtype) if jax.tree_util.DictKey("query") in path else x,
+            params,
+        )
+        config = dataclasses.replace(config, attention_scale=1.0)
+    if config.tied and config.embedding_scale != 1 and config.norm_placement == "pre":
+        scale, plain = config.embedding_scale, config.width**-0.5
+        embedding, gain = params["embedding"], params["norm"]["scale"]
+        params = params | {
+            "embedding": embedding * jnp.asarray(scale, embedding.dtype),
+            "norm": params["norm"] | {"scale": gain * (config.logit_scale / scale / plain)},
+        }
+        config = dataclasses.replace(config, embedding_scale=1.0, logit_scale=plain)
+    return config, params
 
 
 def _token_ids(model: Model) -> dict[str, Any]:

@@ -7,12 +7,13 @@ import errno
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jspec
 from jspec import drafters, testing
-from training import generation
+from training import generation, recipe
 from training.generation import generate_answers
 
 ENDS = tuple(range(1, 9))  # of 64 tokens: answers of all lengths
@@ -242,3 +243,12 @@ def test_bad_input_is_refused(decoder):
     broken = jax.tree.map(lambda x: x * np.nan, decoder.params)
     with pytest.raises(ValueError, match="model: expected finite logits, got others in the answer to source"):
         generate_answers(dataclasses.replace(decoder, params=broken), sources(2), **SETTINGS)
+
+
+def test_models_of_another_dtype_are_other_models():
+    """Weights that bfloat16 holds exactly give other logits there; runs in float32 keep the name they had."""
+    params = {"a": jnp.arange(4.0), "b": jnp.ones((2, 3)) / 3}
+    assert recipe.model_fingerprint("config", params) == "165a5cf0fb18a3c8"
+    exact = {"a": jnp.arange(4.0)}
+    coarse = jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact)
+    assert recipe.model_fingerprint("config", exact) != recipe.model_fingerprint("config", coarse)

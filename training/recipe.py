@@ -225,9 +225,16 @@ def _checksums(leaves: list[Array]) -> list[Array]:
 
 
 def model_fingerprint(config: Any, params: PyTree) -> str:
-    """Of a model: equal for equal architecture and weights, wherever these lie."""
-    sums = [int(x) for x in jax.device_get(_checksums(jax.tree.leaves(params)))]
-    return hashlib.sha256(json.dumps([repr(config), sums]).encode()).hexdigest()[:16]
+    """Of a model: equal for equal architecture and weights of equal dtypes, wherever these lie.
+
+    Weights that are exact in bfloat16 are the same numbers in float32, but do not give the same logits.
+    """
+    leaves = jax.tree.leaves(params)
+    described = [repr(config), [int(x) for x in jax.device_get(_checksums(leaves))]]
+    dtypes = [str(x.dtype) for x in leaves if x.dtype != jnp.float32]
+    if dtypes:  # float32 alone is not named: runs of older versions are found by its fingerprints
+        described.append(dtypes)
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
 def check_vocabulary(name: str, target: Model, model: Model) -> None:

@@ -42,12 +42,6 @@ class Setting(NamedTuple):
         """False for plain decoding."""
         return self.drafter.method.depth > 0
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether drafts are chains, without side rows."""
-        method = self.drafter.method
-        return method.width == method.depth + 1 and not method.side
-
     def executed(self, nodes: np.ndarray) -> np.ndarray:
         """Tokens that the target's forward of each round read: the block's width and the side rows."""
         widths = np.asarray(self.widths)
@@ -70,7 +64,8 @@ class Bench:
 
     Args:
       max_new_tokens: of every prompt.
-      seed: prompt i gets the stream of ``seed + i``, in every repeat and whatever rows are beside it.
+      seed: prompt i of n gets the stream of ``seed + i``, whatever rows are beside it; above temperature 0
+        in repeat r that of ``seed + r n + i``, so that the repeats' spread holds the chance of sampling.
       repeats: times that every prompt is decoded.
       batch_size: prompts decoded together, in their order; the last batch is filled up with rows that are
         finished from the start.
@@ -97,7 +92,7 @@ class Bench:
         self.groups = [list(numbers[i : i + batch_size]) for i in range(0, len(numbers), batch_size)]
         longest = max(len(case.request.source or ()) for case in self.cases)
         self.source = max(-(-longest // 8) * 8, source if longest else 0)
-        self._gaps: dict[int, np.ndarray] = {}
+        self._gaps: dict[tuple[int, ...], float] = {}
 
     def capacity(self, group: Sequence[int]) -> int:
         """Slots of a row."""
@@ -115,9 +110,10 @@ class Bench:
         prompts = int(np.mean([len(case.request.tokens) for case in self.cases]))
         return prompts + self.max_new_tokens // 2
 
-    def options(self, temperature: float, group: Sequence[int]) -> options.Options:
+    def options(self, temperature: float, group: Sequence[int], repeat: int = 0) -> options.Options:
         """Sampling options of a group, filled up to the batch size."""
-        seeds = [(self.seed + i) % 2**32 for i in group]
+        first = self.seed + (repeat * len(self.cases) if temperature else 0)
+        seeds = [(first + i) % 2**32 for i in group]
         return options.resolve(
             {"temperature": temperature, "seed": seeds + seeds[:1] * (self.batch_size - len(group))},
             prompts=self.batch_size,
@@ -129,10 +125,15 @@ class Bench:
         )
 
     def decode(
-        self, group: Sequence[int], setting: Setting, temperature: float, max_new_tokens: int | None = None
+        self,
+        group: Sequence[int],
+        setting: Setting,
+        temperature: float,
+        repeat: int = 0,
+        max_new_tokens: int | None = None,
     ) -> list[Trial]:
         """The prompts of a group, decoded together."""
-        chosen, rows = self.options(temperature, group), range(self.batch_size)
+        chosen, rows = self.options(temperature, group, repeat), range(self.batch_size)
         missing = self.batch_size - len(group)
         requests = [self.cases[i].request for i in [*group, *[group[0]] * missing]]
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -157,7 +158,7 @@ class Bench:
         shapes = {self._shape(group): group for group in self.groups}
         for setting in settings:
             for group in shapes.values():
-                self.decode(group, setting, 0.0, 2)
+                self.decode(group, setting, 0.0, max_new_tokens=2)
             advance()
 
     def _shape(self, group: Sequence[int]) -> tuple[int, int]:
@@ -170,11 +171,12 @@ class Bench:
         most = max(widths)
         fill = max(min(self.fill, self.model.context_length - most), 0)
         capacity = max(self.capacity(self.groups[0]), engine.bucket(fill + most) if self.source == 0 else 0)
+        fill = min(fill, capacity - most)
         curve = measure.measure_curve(
             self.model.lm,
             self.model.params,
             widths,
-            fill=min(fill, capacity - most),
+            fill=fill,
             capacity=capacity,
             source=self.source,
             batch=self.batch_size,
@@ -183,8 +185,8 @@ class Bench:
         return curve, fill
 
     def draft_seconds(
-        self, setting: Setting, temperature: float = 0.0, rounds: int = DRAFTING_ROUND
-    ) -> float:
+        self, setting: Setting, temperature: float, rounds: int = DRAFTING_ROUND
+    ) -> cost.Drafting:
         """A round's drafting, in the state that the first group is in after so many rounds (0 for a drafter
         whose cost does not depend on them: the target's loop need not be compiled then)."""
         group = self.groups[0]
@@ -229,11 +231,11 @@ class Bench:
         """Every prompt by every setting in every repeat. A repeat takes the groups in order, and for each
         group all settings in turn, so that a machine that is busy for a while slows every setting."""
         repeats: Trials = []
-        for _ in range(self.repeats):
+        for repeat in range(self.repeats):
             repeats.append([[] for _ in settings])
             for group in self.groups:
                 for mine, setting in zip(repeats[-1], settings, strict=True):
-                    mine += self.decode(group, setting, temperature)
+                    mine += self.decode(group, setting, temperature, repeat)
                     advance()
         return repeats
 
@@ -258,38 +260,40 @@ class Bench:
         for index, (mine, other) in enumerate(zip(outputs, plain, strict=True)):
             position = first_difference(np.asarray(mine), np.asarray(other))
             if position is not None:
-                if index not in self._gaps:
-                    self._gaps[index] = self._plain_gaps(index)
                 at = min(position, len(other) - 1)
-                flips.append(Flip(self.cases[index].name, position, float(self._gaps[index][at])))
+                flips.append(Flip(self.cases[index].name, position, self._gap(index, other[:at])))
         return tuple(flips)
 
-    def _plain_gaps(self, index: int) -> np.ndarray:
-        """The gap of the two best logits at every token of plain greedy decoding."""
-        request = self.cases[index].request
-        chosen = options.resolve(
-            {"seed": self.seed},
-            prompts=1,
-            samples=1,
-            width=self.model.lm.config.vocab_size,
-            vocab=self.model.vocab_size,
-            ends=self.model.eos,
-            special_id=None,
-        )
-        state = engine.generate(
-            self.model.params,
-            jax.tree.map(jnp.asarray, pad([request], self.source)),
-            chosen.keys([0]),
-            target=self.model.lm,
-            drafter=PLAIN.drafter,
-            verify=PLAIN.verify,
-            sampler=chosen.sampler([0]),
-            stops=chosen.stops(),
-            max_new_tokens=self.max_new_tokens,
-            capacity=self.capacity([index]),
-            record=gap,
-        )
-        return np.asarray(state.record)[0, int(state.starts[0]) : int(state.lengths[0])]
+    def _gap(self, index: int, text: Sequence[int] | np.ndarray) -> float:
+        """How far apart the target's two best logits are after a prompt and ``text``, whoever wrote it."""
+        key = (index, *map(int, text))
+        if key not in self._gaps:
+            request = self.cases[index].request
+            request = request._replace(tokens=[*request.tokens, *key[1:]])
+            chosen = options.resolve(
+                {"seed": self.seed},
+                prompts=1,
+                samples=1,
+                width=self.model.lm.config.vocab_size,
+                vocab=self.model.vocab_size,
+                ends=self.model.eos,
+                special_id=None,
+            )
+            state = engine.generate(
+                self.model.params,
+                jax.tree.map(jnp.asarray, pad([request], self.source)),
+                chosen.keys([0]),
+                target=self.model.lm,
+                drafter=PLAIN.drafter,
+                verify=PLAIN.verify,
+                sampler=chosen.sampler([0]),
+                stops=chosen.stops(),
+                max_new_tokens=1,
+                capacity=self.capacity([index]),
+                record=gap,
+            )
+            self._gaps[key] = float(state.record[0, int(state.starts[0])])
+        return self._gaps[key]
 
 
 def first_difference(tokens: np.ndarray, plain: np.ndarray) -> int | None:

@@ -11,27 +11,27 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jspec import engine, sampling, trees
+from jspec import engine, measure, sampling, trees
 from jspec.measure import CostCurve, best_length, measure_curve
 from jspec.round import make_context, verify_forward
-from jspec.types import Drafter, LanguageModel, PyTree, Sampler, Verdict
+from jspec.types import Context, Draft, Drafter, LanguageModel, PyTree, Sampler, Verdict
 
 __all__ = [
     "CostCurve",
-    "best_gamma",
+    "Drafting",
     "best_gamma_on",
     "best_length",
     "estimate_alpha",
     "expected_tokens",
     "measure_curve",
     "measure_drafting",
-    "operations",
     "predict_from_curve",
     "predict_from_theory",
     "speedup",
@@ -65,28 +65,6 @@ def speedup(alpha: float, gamma: float, c: float) -> float:
     if c < 0:
         raise ValueError(f"c: expected a number >= 0, got {c}")
     return expected_tokens(alpha, gamma) / (gamma * c + 1)
-
-
-def operations(alpha: float, gamma: float, c_hat: float) -> float:
-    """Arithmetic operations per token over those of plain decoding, the drafter's being ``c_hat`` of these.
-
-    (gamma c_hat + gamma + 1) / expected_tokens. Theorem 3.11 of arXiv 2211.17192.
-
-    >>> round(operations(0.9, 10, 0.0), 2)
-    1.6
-    """
-    if c_hat < 0:
-        raise ValueError(f"c_hat: expected a number >= 0, got {c_hat}")
-    return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
-
-
-def best_gamma(alpha: float, c: float, most: int = 64) -> int:
-    """The draft length in 0..most with the greatest `speedup`, the shortest of equals; 0 = do not draft.
-
-    >>> best_gamma(0.71, 0.11), best_gamma(0.05, 0.11)
-    (4, 0)
-    """
-    return max(range(most + 1), key=lambda gamma: (speedup(alpha, gamma, c), -gamma))
 
 
 def speedup_on(curve: CostCurve, alpha: float, gamma: int, c: float) -> float:
@@ -152,18 +130,43 @@ def predict_from_curve(tau: float, widths: Sequence[int], draft_cost: float, cur
     return float(tau / (np.mean([curve.relative(width) for width in widths]) + draft_cost))
 
 
+class Drafting(NamedTuple):
+    """Seconds of a round's drafting, after a round in which nothing or everything was accepted.
+
+    A draft model whose draft was accepted whole is one token behind, and reads it before it drafts.
+    """
+
+    after_nothing: float
+    after_everything: float
+
+    def mean(self, share: float) -> float:
+        """The mean where ``share`` of the rounds follow one in which everything was accepted.
+
+        >>> Drafting(1.0, 2.0).mean(0.25)
+        1.25
+        """
+        return (1 - share) * self.after_nothing + share * self.after_everything
+
+
 @functools.partial(jax.jit, static_argnames=("target",))
 def _rounds_of_drafting(
     params: PyTree,
     drafter: Drafter,
     sampler: Sampler,
     state: engine.State,
+    accepted: Int[Array, ""],
     count: Int[Array, ""],
     *,
     target: LanguageModel,
 ) -> PyTree:
-    """``count`` times propose and update, in a loop on the device, the drafter's state carried as there."""
+    """``count`` times propose and update, in a loop on the device, the drafter's state carried as there.
+
+    Every round is the one after a round in which ``accepted`` tokens (0, or the depth) were accepted: the
+    context is that of the second round throughout, and so are the lengths of the drafter's caches, whose
+    slots beyond them are scratch. Without that a cache would be full after a few rounds.
+    """
     method = drafter.method
+    batch = state.lengths.shape[0]
     context = make_context(params, state, target, sampler)
     draft, _ = method.propose(drafter.params, state.drafter_state, context, state.keys)
     mask = trees.ancestors(draft.parents)
@@ -171,19 +174,45 @@ def _rounds_of_drafting(
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     noise = jax.random.normal(jax.random.key(0), shapes.logits.shape, shapes.logits.dtype)
     forward = zeros._replace(logits=noise)
-    batch = state.lengths.shape[0]
-    nothing = jnp.zeros((batch, method.depth + 1), jnp.int32)
-    verdict = Verdict(nothing, nothing[:, 0], nothing, nothing[:, 0] + 1)
+
+    def verdict(draft: Draft) -> Verdict:
+        depth = jnp.arange(method.depth + 1, dtype=jnp.int32)[None]
+        tokens = jnp.pad(draft.tokens[:, 1 : method.depth + 1], ((0, 0), (0, 1)))
+        emitted = jnp.full(batch, accepted + 1, jnp.int32)
+        return Verdict(
+            path=jnp.broadcast_to(jnp.where(depth <= accepted, depth, 0), tokens.shape),
+            num_accepted=emitted - 1,
+            tokens=jnp.where(depth < accepted, tokens, 0),
+            num_emitted=emitted,
+        )
+
+    def drafted(inner: PyTree, context: Context, index: Array) -> tuple[PyTree, Draft]:
+        draft, inner = method.propose(drafter.params, inner, context, sampling.fold(state.keys, index))
+        return method.update(drafter.params, inner, context, draft, verdict(draft), forward), draft
+
+    inner, draft = drafted(state.drafter_state, context, jnp.int32(0))
+    put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+    context = context._replace(
+        tokens=put(state.tokens, verdict(draft).tokens, state.lengths),
+        lengths=state.lengths + accepted + 1,
+        budget=context.budget - accepted - 1,
+        cache=state.cache._replace(lengths=state.cache.lengths + accepted + 1),
+    )
+
+    def rewound(now: PyTree) -> PyTree:
+        def keep(path: tuple[Any, ...], old: Array, new: Array) -> Array:
+            is_lengths = any(getattr(key, "name", "") == "lengths" for key in path[-1:])
+            return old if is_lengths else new
+
+        return jax.tree_util.tree_map_with_path(keep, inner, now)
 
     def body(index: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
-        inner, tokens = carry
-        mine = context._replace(tokens=tokens)
-        draft, inner = method.propose(drafter.params, inner, mine, sampling.fold(state.keys, index))
-        inner = method.update(drafter.params, inner, mine, draft, verdict, forward)
+        now, tokens = carry
+        now, draft = drafted(now, context._replace(tokens=tokens), index + 1)
         # Never true, which the compiler cannot know: the next round has to wait for this one.
-        return inner, jnp.where(draft.tokens.max() < -1, 0, tokens)
+        return rewound(now), jnp.where(draft.tokens.max() < -1, 0, tokens)
 
-    return jax.lax.fori_loop(0, count, body, (state.drafter_state, state.tokens))
+    return jax.lax.fori_loop(0, count, body, (inner, context.tokens))
 
 
 def measure_drafting(
@@ -194,25 +223,31 @@ def measure_drafting(
     drafter: Drafter,
     sampler: Sampler,
     repeats: int = 7,
-    least_seconds: float = 0.02,
-) -> float:
-    """Seconds of a round's drafting: propose and update, in ``state``, without the target's forward.
+) -> Drafting:
+    """Time a round's drafting: propose and update, in ``state``, without the target's forward.
 
-    The forward that `update` reads is made up (random logits, one token emitted): what it costs to learn
-    from a round does not depend on the values. Median of ``repeats`` loops on the device, each of as many
-    rounds as last ``least_seconds``.
+    What the target would have said is made up (random logits, and a verdict that takes nothing or, of a
+    tree, nodes that need not be a path): what it costs to learn from a round does not depend on the values.
+    Medians of ``repeats`` loops on the device, each of as many rounds as last `measure.LEAST_SECONDS`.
+
+    Args:
+      state: with slots and budget for two whole drafts.
     """
 
-    def seconds(count: int) -> float:
+    def seconds(accepted: int, count: int) -> float:
         begin = time.perf_counter()
         jax.block_until_ready(
-            _rounds_of_drafting(params, drafter, sampler, state, jnp.int32(count), target=target)
+            _rounds_of_drafting(
+                params, drafter, sampler, state, jnp.int32(accepted), jnp.int32(count), target=target
+            )
         )
         return (time.perf_counter() - begin) / count
 
-    seconds(1)  # compiles
-    count = max(1, math.ceil(least_seconds / seconds(8)))
-    return float(np.median([seconds(count) for _ in range(repeats)]))
+    seconds(0, 1)  # compiles
+    count = max(1, math.ceil(measure.LEAST_SECONDS / seconds(0, 8)))
+    cases = (0, drafter.method.depth)
+    timings = [[seconds(accepted, count) for accepted in cases] for _ in range(repeats)]
+    return Drafting(*np.median(timings, axis=0).tolist())
 
 
 def _check(alpha: float, gamma: float) -> None:

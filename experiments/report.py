@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import rich.box
 import rich.console
 import rich.table
 
+from experiments import environment
 from experiments.cost import CostCurve
 
 
@@ -183,12 +177,13 @@ LEGEND = """\
 * Every row decodes every prompt in every repeat, in turn with plain decoding on the same prompt. Speeds are
   new tokens per second, median (least-greatest) of the repeats; a speed-up is the ratio of one repeat.
   "slower": the median is below plain decoding; "~": the repeats disagree on which is faster. Without "with
-  prompt" the time starts when the prompt has been read. Compilation is never timed.
+  prompt" the time starts when the prompt has been read. Compilation is never timed. Above temperature 0 every
+  repeat draws with seeds of its own, the same for all rows, so that spreads hold the chance of sampling.
 * tau: tokens a round, the one of the target included. Accepted by position: share of all rounds in which the
-  drafted token at that depth was accepted.
+  drafted token at that depth was accepted. Both over the rounds of all repeats.
 * alpha: accepted over judged depths (a refused depth is judged, the depths behind it are not). c: the
   drafter's time of a round (propose and update) over its depth, over the time of a one-token forward of the
-  target.
+  target, where the round before accepted nothing; "by curve" adds what catching up with a whole draft costs.
 * By Thm 3.8, predicted: Leviathan et al. (arXiv 2211.17192) with this alpha and c and each round's own draft
   length; it takes a forward over several tokens to cost as much as over one. By curve, predicted: tau over
   the mean cost of the rounds, drafting plus t(n)/t(1) of the block widths they ran. Both rest on costs that
@@ -214,45 +209,6 @@ def curve_text(curve: CostCurve, fill: int) -> str:
     )
 
 
-def environment() -> dict[str, str]:
-    """Versions, hardware, commit and command of this run."""
-    versions = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")]
-    device = jax.devices()[0]
-    devices = f"{jax.device_count()} x {device.device_kind} ({device.platform})"
-    return {
-        "hardware": f"{_processor()}, {_cores()} cores; {devices}",
-        "versions": ", ".join([f"python {platform.python_version()}", *versions]),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "commit": _commit(),
-        "command": shlex.join(["python", "-m", "experiments", *sys.argv[1:]]),
-    }
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), platform.processor() or platform.machine())
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + (" with local changes" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "not in a git repository"
-
-
 def markdown(sections: dict[str, list[Line]], curve: str, setup: dict[str, str]) -> str:
     """The whole report; one table for each title in ``sections``."""
     parts = []
@@ -263,7 +219,7 @@ def markdown(sections: dict[str, list[Line]], curve: str, setup: dict[str, str])
         parts += ["| " + " | ".join(cells(line)) + " |" for line in lines]
         parts.append("")
         parts += [*(f"* {note}" for note in notes(lines)), ""] if notes(lines) else []
-    parts += [curve, "", LEGEND, "", *(f"* {name}: {value}" for name, value in setup.items()), ""]
+    parts += [curve, "", LEGEND, "", environment.listing(setup), ""]
     return "\n".join(parts)
 
 
@@ -370,14 +326,14 @@ def _or_nan(value: float | None) -> float:
 
 def write(folder: Path, console: rich.console.Console, measured: Report, config: dict[str, Any]) -> None:
     """The table on the terminal, and table.md, rounds.json and speedup.png in ``folder``."""
-    setup = environment()
+    setup = environment.current()
     curve = curve_text(measured.curve, measured.fill)
     for number, (title, lines) in enumerate(measured.sections.items()):
         show(console, title, lines)
         for note in notes(lines):
             console.print(f"* {note}", markup=False, highlight=False)
         chart(folder / f"speedup{number or ''}.png", title, lines)
-    for text in (curve, LEGEND, "\n".join(f"{name}: {value}" for name, value in setup.items())):
+    for text in (curve, LEGEND, environment.listing(setup)):
         console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
     (folder / "table.md").write_text(markdown(measured.sections, curve, setup), encoding="utf-8")
     content = {"config": config, "setup": setup, "curve": measured.curve._asdict(), "rows": measured.rounds}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import rich.console
 
 import jspec
-from experiments import figures, progress, report
+from experiments import cost, figures, progress, report
 from experiments.bench import PLAIN, Bench, Case, Setting
 from experiments.config import Row, Table
 from experiments.prompts import Question
@@ -87,14 +87,15 @@ def run(
         curve, fill = bench.curve(
             config.curve, bar("cost curve", len({1, *config.curve}) * (measure.REPEATS + 1))
         )
-        advance, drafting = bar("drafting", len(settings)), []
-        for setting in settings:
-            drafting.append(bench.draft_seconds(setting, config.temperatures[0]) if setting.drafts else None)
-            advance()
+        drafted = bar("drafting", len(settings) * len(config.temperatures))
         advance = bar("decoding", trials)
         sections, rounds = {}, {}
         for temperature in config.temperatures:
             title = _title(config, model, len(cases), temperature)
+            drafting: list[cost.Drafting | None] = []
+            for setting in settings:
+                drafting.append(bench.draft_seconds(setting, temperature) if setting.drafts else None)
+                drafted()
             all_trials = bench.trials(settings, temperature, advance)
             sections[title] = figures.lines(bench, settings, all_trials, drafting, curve, temperature)
             rounds[title] = figures.content(bench, settings, all_trials)

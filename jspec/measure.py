@@ -30,6 +30,7 @@ from jspec.types import (
 )
 
 REPEATS = 7  # of a cost curve
+LEAST_SECONDS = 0.05  # of a timing: in a loop of 10 ms its start and the wait for it are felt on a slow host
 
 # --- the cost curve ---------------------------------------------------------------------------------
 
@@ -83,10 +84,10 @@ def measure_curve(
     source: int = 0,
     batch: int = 1,
     repeats: int = REPEATS,
-    least_seconds: float = 0.01,
     advance: Callable[[], object] = lambda: None,
 ) -> CostCurve:
-    """Time extend and head over n tokens of each row, for each n in ``widths``, in turn.
+    """Time extend and head over n tokens of each row, for each n in ``widths``, in turn. A timing is the mean
+    of as many forwards, in one loop on the device, as last `LEAST_SECONDS` at n = 1.
 
     Args:
       widths: n; 1 is added where it is missing.
@@ -94,7 +95,6 @@ def measure_curve(
       source: tokens that an encoder-decoder's encoder has read; 0 for a decoder-only model.
       batch: rows.
       repeats: rounds over all widths; a cost is the median over them.
-      least_seconds: a timing is the mean of as many forwards, in one loop on the device, as last that long.
       advance: called after each width of each round, and after each compilation: for a progress bar.
     """
     ns = sorted({1, *widths})
@@ -119,7 +119,7 @@ def measure_curve(
     for n in ns:
         seconds(n, 1)
         advance()
-    calls = max(1, math.ceil(least_seconds / seconds(1, 1)))
+    calls = max(1, math.ceil(LEAST_SECONDS / seconds(1, 1)))
     timings = np.empty((repeats, len(ns)))
     for repeat in range(repeats):
         for column, n in enumerate(ns):
@@ -173,6 +173,11 @@ class Rounds(NamedTuple):
         """Depths that the verifier decided on: the accepted ones, and the refused one where there is one.
         A round that an end token cut short refused nothing."""
         return self.accepted + ((self.emitted > self.accepted) & (self.accepted < self.proposed))
+
+    @property
+    def are_chains(self) -> bool:
+        """Whether no draft had a branch: a chain of n tokens has n + 1 nodes, a tree of that depth more."""
+        return bool((self.nodes == self.proposed + 1).all())
 
     @staticmethod
     def join(parts: Sequence[Rounds]) -> Rounds:

@@ -8,14 +8,14 @@ from jspec import drafters, measure, options, testing, verify
 from jspec.batch import Request
 from jspec.measure import CostCurve
 
-# alpha, gamma, operations, speed-up: Table 1 of arXiv 2211.17192 (c = 0).
+# alpha, gamma, speed-up: Table 1 of arXiv 2211.17192 (c = 0).
 TABLE_1 = [
-    (0.6, 2, 1.53, 1.96),
-    (0.7, 3, 1.58, 2.53),
-    (0.8, 2, 1.23, 2.44),
-    (0.8, 5, 1.63, 3.69),
-    (0.9, 2, 1.11, 2.71),
-    (0.9, 10, 1.60, 6.86),
+    (0.6, 2, 1.96),
+    (0.7, 3, 2.53),
+    (0.8, 2, 2.44),
+    (0.8, 5, 3.69),
+    (0.9, 2, 2.71),
+    (0.9, 10, 6.86),
 ]
 # alpha, c, gamma, predicted: Table 4 of the same paper (T5-XXL with T5-small, -base and -large as drafters).
 TABLE_4 = [
@@ -32,9 +32,8 @@ TABLE_4 = [
 ]
 
 
-@pytest.mark.parametrize(("alpha", "gamma", "operations", "speed"), TABLE_1)
-def test_table_1(alpha, gamma, operations, speed):
-    assert cost.operations(alpha, gamma, 0.0) == pytest.approx(operations, abs=0.005)
+@pytest.mark.parametrize(("alpha", "gamma", "speed"), TABLE_1)
+def test_table_1(alpha, gamma, speed):
     assert cost.speedup(alpha, gamma, 0.0) == pytest.approx(speed, abs=0.005)
     assert cost.expected_tokens(alpha, gamma) == cost.speedup(alpha, gamma, 0.0)
 
@@ -53,19 +52,12 @@ def test_limits():
     assert cost.speedup(0.5, 0, 0.3) == 1
 
 
-@pytest.mark.parametrize(
-    ("alpha", "c", "gamma"),
-    [(0.75, 0.02, 9), (0.80, 0.04, 9), (0.82, 0.11, 6), (0.56, 0.11, 3), (0.1, 0.11, 0), (0.9, 0.0, 64)],
-)
-def test_best_gamma(alpha, c, gamma):
-    assert cost.best_gamma(alpha, c) == gamma
-
-
 def test_a_gain_is_possible_just_where_alpha_exceeds_c():
     """Corollary 3.9."""
     for alpha in np.linspace(0.05, 0.95, 19):
         for c in np.linspace(0.023, 0.973, 17):
-            assert (cost.best_gamma(alpha, c) > 0) == (alpha > c)
+            best = max(cost.speedup(alpha, gamma, c) for gamma in range(1, 65))
+            assert (best > 1) == (alpha > c)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +66,6 @@ def test_a_gain_is_possible_just_where_alpha_exceeds_c():
         (cost.expected_tokens, (1.5, 2), "alpha"),
         (cost.expected_tokens, (0.5, -1), "gamma"),
         (cost.speedup, (0.5, 2, -0.1), "c:"),
-        (cost.operations, (0.5, 2, -0.1), "c_hat"),
         (cost.estimate_alpha, ([3], [2]), "accepted"),
     ],
 )
@@ -138,12 +129,11 @@ def test_best_length_is_the_best_by_trying_all():
     assert cost.best_length([0.0, 0.0], curve) == (0, 1.0)
 
 
-def test_the_curve_is_measured():
+def test_the_curve_is_measured(monkeypatch):
+    monkeypatch.setattr(measure, "LEAST_SECONDS", 0.0)
     target, params = testing.table_lm(np.full((5, 5), 0.2))
     steps = []
-    curve = measure.measure_curve(
-        target, params, (4, 2), repeats=2, least_seconds=0.0, advance=lambda: steps.append(1)
-    )
+    curve = measure.measure_curve(target, params, (4, 2), repeats=2, advance=lambda: steps.append(1))
     assert curve.widths == (1, 2, 4)
     assert all(seconds > 0 for seconds in curve.seconds)
     assert len(steps) == 3 * (1 + 2)

@@ -10,7 +10,7 @@ import typer.testing
 
 from experiments import __main__ as command
 from experiments import bench, config, cost, prompts, report, study, table
-from jspec import drafters, engine, testing, verify
+from jspec import drafters, engine, measure, testing, verify
 from jspec.batch import Request
 from jspec.text import Model
 
@@ -149,6 +149,13 @@ def test_where_prompt_files_are_looked_for(tmp_path, monkeypatch):
 # --- a run ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_timings():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "LEAST_SECONDS", 0.01)
+        yield
+
+
 def settings(*rows):
     return [
         table.Setting(name, drafter, verify.target_only(), engine.block_widths(drafter))
@@ -205,12 +212,15 @@ def test_figures_of_a_run(measured):
 def test_rounds_of_a_run(measured):
     (rows,) = measured.rounds.values()
     a = rows["right"]["a"]
-    assert a["tokens"] == [1, 2, 0] * 4
-    assert (a["emitted"], a["accepted"], a["proposed"], a["width"]) == ([4] * 3, [3] * 3, [3] * 3, [4] * 3)
+    # One entry a repeat.
+    assert a["tokens"] == [[1, 2, 0] * 4] * 2
+    assert [a[name] for name in ("emitted", "accepted", "proposed", "width")] == [
+        [[number] * 3] * 2 for number in (4, 3, 3, 4)
+    ]
     assert len(a["decode_seconds"]) == 2
-    assert rows["plain"]["b"]["width"] == [1] * 12
-    assert rows["wrong"]["b"]["proposed"] == [3] * 9 + [2, 1, 0]
-    assert rows["wrong"]["b"]["width"] == [4] * 11 + [1]
+    assert rows["plain"]["b"]["width"] == [[1] * 12] * 2
+    assert rows["wrong"]["b"]["proposed"] == [[3] * 9 + [2, 1, 0]] * 2
+    assert rows["wrong"]["b"]["width"] == [[4] * 11 + [1]] * 2
 
 
 def test_a_flip_is_found_and_its_gap_reported():
@@ -232,7 +242,14 @@ def test_a_flip_is_found_and_its_gap_reported():
     assert report.equality(lines[1]) == "NO (1 of 1 prompts)"
 
 
-def test_plain_decoding_is_added_and_temperatures_get_a_table_each():
+def test_plain_decoding_is_added_and_temperatures_get_a_table_each(monkeypatch):
+    drafted = []
+
+    def draft_seconds(self, setting, temperature):
+        drafted.append((setting.name, temperature))
+        return cost.Drafting(1e-4, 1e-4)
+
+    monkeypatch.setattr(bench.Bench, "draft_seconds", draft_seconds)
     rows = settings(("right", testing.scripted(np.arange(40) % 3, num_tokens=3)))
     model = Model(*testing.table_lm(CYCLE), name="toy")
     cases = [table.Case("a", "", Request([0]))]
@@ -242,6 +259,7 @@ def test_plain_decoding_is_added_and_temperatures_get_a_table_each():
     assert [line.name for line in greedy] == ["plain", "right"]
     assert sampled[1].flips is None
     assert report.equality(sampled[1]) == "in law"
+    assert drafted == [("right", 0.0), ("right", 1.0)]  # what drafting costs depends on the temperature
 
 
 # --- the report -------------------------------------------------------------------------------------
@@ -330,4 +348,4 @@ def test_the_command_on_the_real_model(tmp_path, monkeypatch):
     content = json.loads((tmp_path / "out" / "rounds.json").read_text())
     ((_, rows),) = content["rows"].items()
     assert rows["suffix"]["d09"]["tokens"] == rows["plain"]["d09"]["tokens"]
-    assert len(rows["suffix"]["d09"]["emitted"]) < 16
+    assert len(rows["suffix"]["d09"]["emitted"][0]) < 16

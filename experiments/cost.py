@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 from jspec import engine, measure, sampling, trees
 from jspec.measure import CostCurve, best_length, measure_curve
 from jspec.round import make_context, verify_forward
-from jspec.types import Context, Draft, Drafter, LanguageModel, PyTree, Sampler, Verdict
+from jspec.types import Draft, Drafter, Forward, LanguageModel, PyTree, Sampler, Verdict
 
 __all__ = [
     "CostCurve",
@@ -148,6 +148,72 @@ class Drafting(NamedTuple):
         return (1 - share) * self.after_nothing + share * self.after_everything
 
 
+def _made_up(
+    params: PyTree, drafter: Drafter, sampler: Sampler, state: engine.State, target: LanguageModel
+) -> Forward:
+    """A forward of the target over a draft: zeros, and random logits."""
+    method = drafter.method
+
+    def forward() -> Forward:
+        context = make_context(params, state, target, sampler)
+        draft, _ = method.propose(drafter.params, state.drafter_state, context, state.keys)
+        mask = trees.ancestors(draft.parents)
+        return verify_forward(context, draft, mask, method.taps, (method.width,))
+
+    shapes = jax.eval_shape(forward)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return zeros._replace(logits=jax.random.normal(jax.random.key(0), zeros.logits.shape, zeros.logits.dtype))
+
+
+def _drafted(
+    params: PyTree,
+    drafter: Drafter,
+    sampler: Sampler,
+    state: engine.State,
+    accepted: Int[Array, ""],
+    index: Int[Array, ""],
+    target: LanguageModel,
+    forward: Forward,
+) -> tuple[PyTree, Draft, Verdict]:
+    """Propose and update, with a verdict that accepts so many tokens."""
+    method, batch = drafter.method, state.lengths.shape[0]
+    context = make_context(params, state, target, sampler)
+    keys = sampling.fold(state.keys, index)
+    draft, inner = method.propose(drafter.params, state.drafter_state, context, keys)
+    depth = jnp.arange(method.depth + 1, dtype=jnp.int32)[None]
+    tokens = jnp.pad(draft.tokens[:, 1 : method.depth + 1], ((0, 0), (0, 1)))
+    emitted = jnp.full(batch, accepted + 1, jnp.int32)
+    verdict = Verdict(
+        path=jnp.broadcast_to(jnp.where(depth <= accepted, depth, 0), tokens.shape),
+        num_accepted=emitted - 1,
+        tokens=jnp.where(depth < accepted, tokens, 0),
+        num_emitted=emitted,
+    )
+    return method.update(drafter.params, inner, context, draft, verdict, forward), draft, verdict
+
+
+@functools.partial(jax.jit, static_argnames=("target",))
+def _after_a_round(
+    params: PyTree,
+    drafter: Drafter,
+    sampler: Sampler,
+    state: engine.State,
+    accepted: Int[Array, ""],
+    *,
+    target: LanguageModel,
+) -> engine.State:
+    """The state after a round of drafting in which so many tokens were accepted."""
+    forward = _made_up(params, drafter, sampler, state, target)
+    inner, _, verdict = _drafted(params, drafter, sampler, state, accepted, jnp.int32(0), target, forward)
+    put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+    return state._replace(
+        tokens=put(state.tokens, verdict.tokens, state.lengths),
+        lengths=state.lengths + verdict.num_emitted,
+        cache=state.cache._replace(lengths=state.cache.lengths + verdict.num_emitted),
+        drafter_state=inner,
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("target",))
 def _rounds_of_drafting(
     params: PyTree,
@@ -161,58 +227,27 @@ def _rounds_of_drafting(
 ) -> PyTree:
     """``count`` times propose and update, in a loop on the device, the drafter's state carried as there.
 
-    Every round is the one after a round in which ``accepted`` tokens (0, or the depth) were accepted: the
-    context is that of the second round throughout, and so are the lengths of the drafter's caches, whose
-    slots beyond them are scratch. Without that a cache would be full after a few rounds.
+    The context is that of ``state`` throughout, and so are the lengths of the drafter's caches, whose slots
+    beyond them are scratch: otherwise a cache would soon be full.
     """
-    method = drafter.method
-    batch = state.lengths.shape[0]
-    context = make_context(params, state, target, sampler)
-    draft, _ = method.propose(drafter.params, state.drafter_state, context, state.keys)
-    mask = trees.ancestors(draft.parents)
-    shapes = jax.eval_shape(lambda: verify_forward(context, draft, mask, method.taps, (method.width,)))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    noise = jax.random.normal(jax.random.key(0), shapes.logits.shape, shapes.logits.dtype)
-    forward = zeros._replace(logits=noise)
 
-    def verdict(draft: Draft) -> Verdict:
-        depth = jnp.arange(method.depth + 1, dtype=jnp.int32)[None]
-        tokens = jnp.pad(draft.tokens[:, 1 : method.depth + 1], ((0, 0), (0, 1)))
-        emitted = jnp.full(batch, accepted + 1, jnp.int32)
-        return Verdict(
-            path=jnp.broadcast_to(jnp.where(depth <= accepted, depth, 0), tokens.shape),
-            num_accepted=emitted - 1,
-            tokens=jnp.where(depth < accepted, tokens, 0),
-            num_emitted=emitted,
-        )
-
-    def drafted(inner: PyTree, context: Context, index: Array) -> tuple[PyTree, Draft]:
-        draft, inner = method.propose(drafter.params, inner, context, sampling.fold(state.keys, index))
-        return method.update(drafter.params, inner, context, draft, verdict(draft), forward), draft
-
-    inner, draft = drafted(state.drafter_state, context, jnp.int32(0))
-    put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
-    context = context._replace(
-        tokens=put(state.tokens, verdict(draft).tokens, state.lengths),
-        lengths=state.lengths + accepted + 1,
-        budget=context.budget - accepted - 1,
-        cache=state.cache._replace(lengths=state.cache.lengths + accepted + 1),
-    )
+    forward = _made_up(params, drafter, sampler, state, target)
 
     def rewound(now: PyTree) -> PyTree:
         def keep(path: tuple[Any, ...], old: Array, new: Array) -> Array:
             is_lengths = any(getattr(key, "name", "") == "lengths" for key in path[-1:])
             return old if is_lengths else new
 
-        return jax.tree_util.tree_map_with_path(keep, inner, now)
+        return jax.tree_util.tree_map_with_path(keep, state.drafter_state, now)
 
     def body(index: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
-        now, tokens = carry
-        now, draft = drafted(now, context._replace(tokens=tokens), index + 1)
+        inner, tokens = carry
+        now = state._replace(tokens=tokens, drafter_state=inner)
+        inner, draft, _ = _drafted(params, drafter, sampler, now, accepted, index + 1, target, forward)
         # Never true, which the compiler cannot know: the next round has to wait for this one.
-        return rewound(now), jnp.where(draft.tokens.max() < -1, 0, tokens)
+        return rewound(inner), jnp.where(draft.tokens.max() < -1, 0, tokens)
 
-    return jax.lax.fori_loop(0, count, body, (inner, context.tokens))
+    return jax.lax.fori_loop(0, count, body, (state.drafter_state, state.tokens))
 
 
 def measure_drafting(
@@ -234,19 +269,23 @@ def measure_drafting(
       state: with slots and budget for two whole drafts.
     """
 
+    depth = drafter.method.depth
+    after = {
+        accepted: _after_a_round(params, drafter, sampler, state, jnp.int32(accepted), target=target)
+        for accepted in (0, depth)
+    }
+
     def seconds(accepted: int, count: int) -> float:
+        numbers = jnp.int32(accepted), jnp.int32(count)
         begin = time.perf_counter()
         jax.block_until_ready(
-            _rounds_of_drafting(
-                params, drafter, sampler, state, jnp.int32(accepted), jnp.int32(count), target=target
-            )
+            _rounds_of_drafting(params, drafter, sampler, after[accepted], *numbers, target=target)
         )
         return (time.perf_counter() - begin) / count
 
     seconds(0, 1)  # compiles
     count = max(1, math.ceil(measure.LEAST_SECONDS / seconds(0, 8)))
-    cases = (0, drafter.method.depth)
-    timings = [[seconds(accepted, count) for accepted in cases] for _ in range(repeats)]
+    timings = [[seconds(accepted, count) for accepted in after] for _ in range(repeats)]
     return Drafting(*np.median(timings, axis=0).tolist())
 
 

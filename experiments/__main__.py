@@ -53,6 +53,8 @@ def table(config: Config, data: Data = None, output: Output = None, smoke: Smoke
 @app.command()
 def losses(config: Config, data: Data = None, output: Output = None, smoke: Smoke = False) -> None:
     """Losses compared on one drafter of a study, whose target and text it takes from --output."""
+    import matplotlib  # noqa: F401  (as for a study: before the training)
+
     from experiments import losses as comparison
     from experiments import pipeline, study
     from experiments.stages import Stages
@@ -92,7 +94,7 @@ def _trained(
     trained = pipeline.train(settings, texts, folder, stages, console)
 
     def measure() -> None:
-        measured = measurements.measure(settings, trained, texts.test, folder, stages, console)
+        measured = measurements.measure(settings, trained, texts, folder, stages, console)
         beside = {name: subject.paper for name, subject in trained.subjects.items()}
         study_report.write(folder, settings, measured, beside, stages, console)
 
@@ -121,11 +123,13 @@ def _loaded(
 
 
 def _prepare() -> rich.console.Console:
-    """The cache of compiled programs, and the console."""
+    """The cache of compiled programs, the environment as it is now, and the console."""
+    from experiments import environment
     from jspec import auto
 
     jax.config.update("jax_compilation_cache_dir", str(auto.cache_folder() / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    environment.current()
     return rich.console.Console() if sys.stdout.isatty() else rich.console.Console(width=200)
 
 

@@ -10,19 +10,19 @@ import jax
 import rich.console
 
 import jspec
-from experiments import alpha, figures, progress, quality
+from experiments import alpha, cost, environment, figures, progress, quality
 from experiments.bench import PLAIN, Bench, Case, Setting
-from experiments.pipeline import ANSWERS, Subject, Trained, encode_test
+from experiments.pipeline import ANSWERS, Subject, Trained
 from experiments.report import Line
-from experiments.results import Quality, packed, unpacked
+from experiments.results import Curve, Quality, fields, named, unpacked
 from experiments.stages import Stages
 from experiments.study import Study
 from jspec import measure, verify
 from jspec.batch import Request
-from jspec.measure import CostCurve
 from jspec.types import Verifier
-from training import recipe
+from training import recipe, text
 from training.data import Example, Record
+from training.distill import EVALUATION_SEED
 from training.generation import generate_answers
 
 SLOTS = 32  # capacities are multiples: a cache of 256 slots for answers of 30 tokens is slow to attend to
@@ -30,27 +30,51 @@ PROBE = 4  # draft length at which c is measured where the length is yet to be c
 
 
 class Costs(NamedTuple):
-    """t(n), the cached tokens behind which it was measured, and c by drafter and temperature."""
+    """The cost curve, and c by drafter and temperature: what draft lengths are chosen by."""
 
-    curve: CostCurve
-    fill: int
+    curve: Curve
     c: dict[str, dict[float, float]]
 
 
 class Timed(NamedTuple):
-    """Lines of plain decoding, then of each setting; and every round of each prompt. The costs were measured
+    """Lines of plain decoding, then of each entry; and every round of each prompt. The costs were measured
     just before the decoding, the curve among them."""
 
     lines: list[Line]
     rounds: dict[str, Any]
-    curve: CostCurve
+    curve: Curve
+
+    @property
+    def plain(self) -> Line:
+        """Plain decoding's line."""
+        return self.lines[0]
+
+    def line(self, entry: Entry) -> Line:
+        """The line of an entry, found by its name."""
+        return next(line for line in self.lines[1:] if line.name == entry.name)
+
+
+class Entry(NamedTuple):
+    """What a line is about: a drafter at a draft length, with an acceptance rule. Names differ."""
+
+    name: str
+    subject: Subject
+    gamma: int
+    rule: Verifier
+
+    @property
+    def setting(self) -> Setting:
+        """For the bench. Drafts always have that length, so one block width is enough."""
+        return Setting(self.name, self.subject.drafter(self.gamma), self.rule, (self.gamma + 1,))
 
 
 class Laboratory:
     """A study's trained models and its test set.
 
+    Args:
+      records: the test set's texts, whose targets are the references.
     Attributes:
-      examples: the test set, references as targets.
+      examples: the test set.
       answers: temperature -> what plain decoding writes, and ``plain`` its quality.
     """
 
@@ -66,7 +90,7 @@ class Laboratory:
         self.config, self.settings = config, config.measure
         self.target, self.all = trained.target, trained.subjects
         self.records, self.folder, self.stages, self.console = records, folder, stages, console
-        self.examples = encode_test(config, self.target, records)
+        self.examples, self.validation = trained.test, trained.validation
         chosen = self.settings.drafters
         self.subjects = [s for name, s in self.all.items() if chosen is None or name in chosen]
         self.fingerprints = {name: subject.fingerprint for name, subject in self.all.items()}
@@ -79,25 +103,29 @@ class Laboratory:
             "dtype": self.settings.dtype,
             "device": [device.platform, device.device_kind, jax.device_count()],
         }
+        mesh = None if config.mesh is None else config.mesh.model_dump()
         # One width of the encoder's input for all timed sentences, whichever of them a table takes.
         sweep = 0 if self.settings.sweep is None else self.settings.sweep.sentences
         timed = self.examples[: max(self.settings.sentences, sweep)]
         self.source = -(-max(len(example.source) for example in timed) // 8) * 8
+        self._timing = {"machine": environment.machine(), "mesh": mesh, "source": self.source}
         self.answers: dict[float, list[list[int]]] = {}
         self.plain: dict[float, Quality] = {}
+        self._validated: dict[float, list[Example]] = {}
         for temperature in self.settings.temperatures:
             self._write(temperature)
 
     def kept(self, name: str, kind: Any, inputs: Any, function: Callable[[], Any]) -> Any:
-        """A measured value of type ``kind``, kept as a stage; the inputs of all measurements are added."""
-        value = self.stages.kept(name, self._inputs | inputs, lambda: packed(kind, function()))
-        return unpacked(kind, value)
+        """A measured value of type ``kind``, kept as a stage; the inputs of all measurements are added, and
+        the names of its fields, so that a value of another form is measured again."""
+        inputs = self._inputs | inputs | {"fields": fields(kind)}
+        return unpacked(kind, self.stages.kept(name, inputs, lambda: named(function())))
 
     # --- plain decoding of the test set -------------------------------------------------------------------
 
     def _write(self, temperature: float) -> None:
         def write() -> Quality:
-            return self._quality(self._answers(temperature), 1.0)
+            return self._quality(self._answers(temperature))
 
         inputs = {"temperature": temperature, "batch": self.settings.quality_batch}
         inputs["metric"] = self.config.task.metric
@@ -115,35 +143,58 @@ class Laboratory:
             cache=self.folder / ANSWERS,
         )
 
-    def _quality(self, answers: Sequence[Sequence[int]], tau: float) -> Quality:
+    def _quality(self, answers: Sequence[Sequence[int]]) -> Quality:
         assert self.target.tokenizer is not None
         texts = [self.target.tokenizer.decode(answer) for answer in answers]
         references = [record.target for record in self.records]
         score = quality.score(self.config.task.metric, texts, references)
-        return Quality(*score, sentences=len(texts), tokens=sum(map(len, answers)), tau=tau)
+        return Quality(*score, sentences=len(texts), tokens=sum(map(len, answers)))
 
     def written(self, temperature: float) -> list[Example]:
         """The test sources with plain decoding's answers."""
         pairs = zip(self.examples, self.answers[temperature], strict=True)
         return [Example(example.source, answer) for example, answer in pairs]
 
+    def validated(self, temperature: float) -> list[Example]:
+        """Validation sources with plain decoding's answers: those that distillation looks at during training,
+        with its settings, so that they need not be written again."""
+        if temperature not in self._validated:
+            writing = text.Writing(
+                self.config.max_new_tokens, self.config.generation_batch, self.folder / ANSWERS
+            )
+            found = text.answered(self.target, self.validation, writing, temperature, EVALUATION_SEED)
+            self._validated[temperature] = found
+        return self._validated[temperature]
+
     # --- alpha and costs ----------------------------------------------------------------------------------
 
-    def alphas(self) -> dict[str, dict[float, float]]:
-        """alpha of every drafter at every temperature, on the target's answers to the test set."""
-        found: dict[str, dict[float, float]] = {name: {} for name in self.all}
-        for temperature in self.settings.temperatures:
-            text = self.written(temperature)
-            for name, subject in self.all.items():
-                found[name][temperature] = self.kept(
-                    f"alpha, {name}, T={temperature:g}",
-                    float,
-                    {"drafter": self.fingerprints[name], "text": recipe.text_fingerprint(text)},
-                    lambda subject=subject, text=text, temperature=temperature: alpha.alpha(
-                        self.target, subject.laws, text, temperature
-                    ),
-                )
-        return found
+    def alpha(self, subject: Subject, temperature: float, validation: bool = False) -> float:
+        """alpha of a drafter on the target's answers to the test set, or to the validation set."""
+        examples = self.validated(temperature) if validation else self.written(temperature)
+        return self.kept(
+            f"alpha{' on validation' if validation else ''}, {subject.name}, T={temperature:g}",
+            float,
+            {"drafter": self.fingerprints[subject.name], "text": recipe.text_fingerprint(examples)},
+            lambda: alpha.alpha(self.target, subject.laws, examples, temperature),
+        )
+
+    def lenient_alphas(
+        self, subject: Subject, factors: Sequence[float], validation: bool = False
+    ) -> list[float]:
+        """alpha of a drafter for each lenience at temperature 1, on the same texts."""
+        examples = self.validated(1.0) if validation else self.written(1.0)
+        inputs = {"drafter": self.fingerprints[subject.name], "text": recipe.text_fingerprint(examples)}
+        return self.kept(
+            f"lenient alpha{' on validation' if validation else ''}, {subject.name}",
+            list[float],
+            inputs | {"factors": factors},
+            lambda: alpha.lenient_alphas(self.target, subject.laws, examples, factors, 1.0),
+        )
+
+    def best_gamma(self, costs: Costs, alpha: float, subject: Subject, temperature: float) -> int:
+        """The draft length that a drafter's alpha, its c and the cost curve make the fastest."""
+        c = costs.c[subject.name][temperature]
+        return cost.best_gamma_on(costs.curve.cost, alpha, c, self.settings.max_gamma)
 
     def bench(self, batch_size: int, sentences: int | None = None) -> Bench:
         """The first sentences of the test set; None: as many as the table is measured on."""
@@ -164,84 +215,92 @@ class Laboratory:
             source=self.source,
         )
 
-    def setting(self, subject: Subject, gamma: int, rule: Verifier | None = None, name: str = "") -> Setting:
-        """A drafter at a draft length. Drafts always have that length, so one block width is enough."""
-        rule = verify.named(self.settings.verify) if rule is None else rule
-        return Setting(name or subject.name, subject.drafter(gamma), rule, (gamma + 1,))
+    def entry(self, subject: Subject, gamma: int, name: str = "") -> Entry:
+        """A drafter at a draft length, with the study's rule."""
+        return Entry(name or subject.name, subject, gamma, verify.named(self.settings.verify))
 
     def costs(self, batch_size: int) -> Costs:
         """The cost curve, and c of every drafter and temperature."""
-        settings = self.settings
-        sweep = settings.sweep.gammas if settings.sweep is not None and batch_size == 1 else ()
+        settings, temperatures = self.settings, self.settings.temperatures
         if settings.gamma == "best":
-            probe, widths = min(PROBE, settings.max_gamma), {1, 2, 3, 5, settings.max_gamma + 1}
+            probe, wanted = min(PROBE, settings.max_gamma), sorted({1, 2, 3, 5, settings.max_gamma + 1})
         else:
-            probe, widths = settings.gamma, {1, settings.gamma + 1}
-        wanted = sorted(widths | {gamma + 1 for gamma in sweep})
+            probe, wanted = settings.gamma, [1, settings.gamma + 1]
 
         def run() -> Costs:
             bench, found = self.bench(batch_size), {}
             with progress.bars(self.console) as bar:
                 advance = bar("cost curve", len(wanted) * (measure.REPEATS + 1))
-                curve, fill = bench.curve(wanted, advance)
-                advance = bar("drafting", len(self.subjects) * len(settings.temperatures))
+                curve = Curve(*bench.curve(wanted, advance))
+                advance = bar("drafting", len(self.subjects) * len(temperatures))
                 for subject in self.subjects:
                     found[subject.name] = {}
-                    for temperature in settings.temperatures:
-                        seconds = bench.draft_seconds(self.setting(subject, probe), temperature, rounds=0)
-                        found[subject.name][temperature] = seconds / probe / curve.seconds[0]
+                    for temperature in temperatures:
+                        setting = self.entry(subject, probe).setting
+                        drafting = bench.draft_seconds(setting, temperature, rounds=0)
+                        seconds = drafting.after_nothing / probe
+                        found[subject.name][temperature] = seconds / curve.cost.seconds[0]
                         advance()
-            return Costs(curve, fill, found)
+            return Costs(curve, found)
 
-        inputs = {"batch": batch_size, "widths": wanted, "probe": probe, "sentences": settings.sentences}
-        inputs["drafters"] = self.prints(self.subjects)
+        inputs = self._timing | {
+            "batch": batch_size,
+            "widths": wanted,
+            "probe": probe,
+            "sentences": settings.sentences,
+            "temperatures": temperatures,
+            "drafters": [[subject.name, self.fingerprints[subject.name]] for subject in self.subjects],
+        }
         return self.kept(f"costs, batch {batch_size}", Costs, inputs, run)
-
-    def prints(self, subjects: Sequence[Subject]) -> dict[str, str]:
-        """Fingerprints by name."""
-        return {subject.name: self.fingerprints[subject.name] for subject in subjects}
 
     # --- speed --------------------------------------------------------------------------------------------
 
     def speed(
         self,
         title: str,
-        settings: Sequence[Setting],
+        entries: Sequence[Entry],
         temperature: float,
-        inputs: dict[str, Any],
         *,
         batch_size: int,
         sentences: int | None = None,
     ) -> Timed:
-        """Settings in turn with plain decoding on the first sentences. ``inputs`` say which they are."""
+        """Entries in turn with plain decoding on the first sentences."""
         sentences = self.settings.sentences if sentences is None else sentences
 
         def run() -> Timed:
-            bench, every = self.bench(batch_size, sentences), [PLAIN, *settings]
-            drafting: list[float | None] = [None]
+            bench, every = self.bench(batch_size, sentences), [PLAIN, *(entry.setting for entry in entries)]
+            drafting: list[cost.Drafting | None] = [None]
             with progress.bars(self.console) as bar:
                 bench.compile(every, bar(f"{title}: compiling", len(every)))
-                widths = {1, *(setting.widths[-1] for setting in settings)}
+                widths = sorted({setting.widths[-1] for setting in every})
                 advance = bar(f"{title}: cost curve", len(widths) * (measure.REPEATS + 1))
-                curve, _ = bench.curve(sorted(widths), advance)
-                advance = bar(f"{title}: drafting", len(settings))
-                for setting in settings:
+                curve = Curve(*bench.curve(widths, advance))
+                advance = bar(f"{title}: drafting", len(entries))
+                for setting in every[1:]:
                     drafting.append(bench.draft_seconds(setting, temperature, rounds=0))
                     advance()
                 steps = bench.repeats * len(bench.groups) * len(every)
                 trials = bench.trials(every, temperature, bar(f"{title}: decoding", steps))
-            lines = figures.lines(bench, every, trials, drafting, curve, temperature)
+            lines = figures.lines(bench, every, trials, drafting, curve.cost, temperature)
             return Timed(lines, figures.content(bench, every, trials), curve)
 
-        shared = {"sentences": sentences, "repeats": self.settings.repeats}
-        return self.kept(title, Timed, shared | inputs, run)
+        inputs = self._timing | {
+            "batch": batch_size,
+            "temperature": temperature,
+            "sentences": sentences,
+            "repeats": self.settings.repeats,
+            # A list: they are decoded in this order, and the kept lines stand in it.
+            "entries": [[e.name, self.fingerprints[e.subject.name], e.gamma, e.rule.name] for e in entries],
+        }
+        return self.kept(title, Timed, inputs, run)
 
     # --- quality ------------------------------------------------------------------------------------------
 
-    def quality(self, setting: Setting, subject: Subject, gamma: int, temperature: float) -> Quality:
+    def quality(self, entry: Entry, temperature: float) -> Quality:
         """The whole test set, speculatively and in batches."""
 
         def run() -> Quality:
+            setting = entry.setting
             output = jspec.generate(
                 self.target,
                 [example.source for example in self.examples],
@@ -253,19 +312,18 @@ class Laboratory:
                 max_new_tokens=self.config.max_new_tokens,
                 batch_size=self.settings.quality_batch,
             )
-            tau = output.stats.mean_accepted_length or 1.0
-            found = self._quality(output.tokens, tau)
+            found = self._quality(output.tokens)
             if temperature > 0:
                 return found
             flips = self.bench(1, len(self.examples)).flips(output.tokens, self.answers[temperature])
             return found._replace(flips=flips)
 
         inputs = {
-            "drafter": self.fingerprints[subject.name],
-            "gamma": gamma,
-            "verify": [setting.verify.name, setting.name],
+            "drafter": self.fingerprints[entry.subject.name],
+            "gamma": entry.gamma,
+            "verify": [entry.rule.name, entry.name],
             "batch": self.settings.quality_batch,
             "metric": self.config.task.metric,
         }
-        name = f"test, {setting.name}, gamma {gamma}, T={temperature:g}"
+        name = f"test, {entry.name}, gamma {entry.gamma}, T={temperature:g}"
         return self.kept(name, Quality, inputs, run)

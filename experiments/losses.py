@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import rich.console
 
-from experiments import pipeline, plots, report, sheets
+from experiments import pipeline, plots, sheets
 from experiments.alpha import Laws, alpha, batches
 from experiments.report import Speed
-from experiments.results import named, packed, unpacked
+from experiments.results import fields, named, unpacked
 from experiments.sheets import Sheet
 from experiments.stages import Stages, clock
 from experiments.study import Losses, Recipe, Study
@@ -64,20 +64,34 @@ def compare(
                 {
                     "model": recipe.model_fingerprint(model.lm.config, model.params),
                     "text": [recipe.text_fingerprint(part) for part in (references, *written.values())],
+                    "dtype": base.measure.dtype,
+                    "fields": fields(Outcome),
                 },
-                lambda model=model: packed(Outcome, judge(workshop.target, model, references, written)),
+                lambda model=model: named(
+                    judge(workshop.target, model, references, written, base.measure.dtype)
+                ),
             )
             found.setdefault(name, []).append(unpacked(Outcome, value))
     return found
 
 
 def judge(
-    target: Model, drafter: Model, references: Sequence[Example], written: dict[float, list[Example]]
+    target: Model,
+    drafter: Model,
+    references: Sequence[Example],
+    written: dict[float, list[Example]],
+    dtype: str,
 ) -> Outcome:
-    """One drafter on validation examples, and on the same with the target's answers."""
-    laws = Laws(drafter.lm, drafter.params)
+    """One drafter, computing in ``dtype``, on validation examples and on the target's answers to them."""
+    laws = Laws(drafter.lm, drafter.params, dtype)
     on_references = acceptance.simulate(
-        target.lm, target.params, drafter.lm, drafter.params, batches(target, references), temperatures=()
+        target.lm,
+        target.params,
+        drafter.lm,
+        drafter.params,
+        batches(target, references),
+        temperatures=(),
+        dtype=dtype,
     )
     return Outcome(
         alpha(target, laws, written[0.0], 0.0),
@@ -87,35 +101,36 @@ def judge(
     )
 
 
+def spread(outcomes: Sequence[Outcome], field: str) -> Speed:
+    """Median and range over the seeds: what the table and the picture show."""
+    return Speed.of([getattr(outcome, field) for outcome in outcomes])
+
+
+def standing(outcomes: dict[str, list[Outcome]], field: str) -> str:
+    """The loss of the highest median, and the others whose range overlaps its own."""
+    ranges = {name: spread(values, field) for name, values in outcomes.items()}
+    first = max(ranges, key=lambda name: ranges[name].median)
+    near = [name for name in ranges if name != first and ranges[name].high >= ranges[first].low]
+    return first + (f", not separated from {', '.join(near)}" if near else "")
+
+
 def sheet(config: Losses, outcomes: dict[str, list[Outcome]]) -> Sheet:
-    """Means over the seeds with the range, best alpha at temperature 1 first, and what won."""
-
-    def cell(values: list[Outcome], field: str) -> str:
-        numbers = [getattr(value, field) for value in values]
-        mean = sum(numbers) / len(numbers)
-        return f"{mean:.3f} ({min(numbers):.3f}-{max(numbers):.3f})"
-
-    def mean(name: str, field: str) -> float:
-        return sum(getattr(value, field) for value in outcomes[name]) / len(outcomes[name])
-
-    order = sorted(outcomes, key=lambda name: -mean(name, "alpha_1"))
-    rows = [(name, *(cell(outcomes[name], field) for field in Outcome._fields)) for name in order]
-    greedy = max(outcomes, key=lambda name: mean(name, "alpha_0"))
-    headings = (
-        "loss",
-        "alpha T=1",
-        "alpha T=0",
-        "greedy agreement on references",
-        "cross-entropy of references",
-    )
-    rows = [(row[0], row[2], row[1], *row[3:]) for row in rows]
+    """Medians over the seeds with the range, best alpha at temperature 1 first, and what stands out."""
+    columns = {
+        "alpha T=1": "alpha_1",
+        "alpha T=0": "alpha_0",
+        "greedy agreement on references": "greedy_agreement",
+        "cross-entropy of references": "validation_loss",
+    }
+    order = sorted(outcomes, key=lambda name: -spread(outcomes[name], "alpha_1").median)
+    rows = [(name, *(spread(outcomes[name], field).text(3) for field in columns.values())) for name in order]
     title = f"losses: {config.drafter}, {config.steps} steps, {len(config.seeds)} seeds"
     notes = (
-        f"won at T=1: {order[0]}; won at T=0: {greedy}",
-        "mean over the seeds (least-greatest), validation set; alphas on what the target wrote at that "
-        "temperature",
+        f"highest at T=1: {standing(outcomes, 'alpha_1')}; at T=0: {standing(outcomes, 'alpha_0')}",
+        "median over the seeds (least-greatest), validation set; alphas on what the target wrote at that "
+        "temperature; losses whose ranges overlap are not separated",
     )
-    return Sheet(title, headings, rows, notes)
+    return Sheet(title, ("loss", *columns), rows, notes)
 
 
 def write(
@@ -126,26 +141,21 @@ def write(
     console: rich.console.Console,
 ) -> None:
     """losses.md, losses.json and losses.png in ``folder``, and the table on the terminal."""
-    table, setup = sheet(config, outcomes), report.environment()
+    table = sheet(config, outcomes)
     sheets.show(console, table)
     mine = sum(entry["seconds"] for name, entry in stages.times.items() if name.startswith("loss "))
-    setup["time of the comparison"] = clock(mine)
-    plots.losses(
-        folder / "losses.png",
-        {
-            name: (
-                Speed.of([value.alpha_0 for value in values]),
-                Speed.of([value.alpha_1 for value in values]),
-            )
-            for name, values in outcomes.items()
-        },
-    )
-    lines = [sheets.markdown(table), *(f"* {name}: {value}" for name, value in setup.items())]
-    lines += ["", "![losses](losses.png)", ""]
-    (folder / "losses.md").write_text("\n".join(lines), encoding="utf-8")
+    alphas = {
+        name: (spread(values, "alpha_0"), spread(values, "alpha_1")) for name, values in outcomes.items()
+    }
+    plots.losses(folder / "losses.png", alphas)
+    origins = stages.origins(lambda name: name.partition(",")[0] if name.startswith("loss ") else None)
+    parts = [sheets.markdown(table), f"Time of the comparison: {clock(mine)}", "", origins]
+    parts += ["", "![losses](losses.png)", ""]
+    (folder / "losses.md").write_text("\n".join(parts), encoding="utf-8")
     content: dict[str, Any] = {
         "config": config.model_dump(mode="json"),
-        "setup": setup,
+        "environments": stages.environments,
+        "stages": {name: entry for name, entry in stages.times.items() if name.startswith("loss ")},
         "outcomes": named(outcomes),
     }
     (folder / "losses.json").write_text(json.dumps(content) + "\n", encoding="utf-8")

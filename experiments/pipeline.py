@@ -20,6 +20,7 @@ from training import data, distill, finetune, ngram, readers, recipe, text
 from training.data import Example, Record
 
 ANSWERS = "answers"  # the folder of what the target writes, shared by all stages
+VALIDATION = 512  # sources to choose by: those of a distillation's evaluations, whose answers are there
 
 
 class Texts(NamedTuple):
@@ -59,10 +60,13 @@ class Subject:
 
 
 class Trained(NamedTuple):
-    """The models of a study, in the dtype that they are measured in."""
+    """The models of a study, in the dtype that they are measured in, and the texts to measure them on: the
+    whole test set with its references, and validation sources to choose settings by."""
 
     target: Model
     subjects: dict[str, Subject]
+    test: list[Example]
+    validation: list[Example]
 
 
 def read(config: studies.Data, folder: Path) -> Texts:
@@ -90,6 +94,7 @@ def train(
 ) -> Trained:
     """Everything that is trained or counted; what is there already is read."""
     workshop = Workshop(config, texts, folder, stages, console)
+    test = encode_test(config, workshop.target, texts.test)  # refused now, not when all is trained
     workshop.write_answers([source for how in config.recipes.values() for source in how.sources])
     workshop.write_answers([counted.source for counted in config.ngrams.values()])
     subjects: dict[str, Subject] = {}
@@ -99,7 +104,8 @@ def train(
         subjects[row] = Subject(row, config.drafters[name].paper, laws, model)
     for name in config.ngrams:
         subjects[name] = workshop.count(name)
-    return Trained(workshop.target, subjects)
+    validation: list[Example] = list(workshop.corpus.validation[:VALIDATION])  # type: ignore[arg-type]
+    return Trained(workshop.target, subjects, test, validation)
 
 
 class Workshop:

@@ -34,9 +34,11 @@ def _figure(columns: int, rows: int = 1) -> tuple[Any, Any, Callable[[Path], Non
     return figure, axes, save
 
 
-def sweep(path: Path, points: Sequence[SweepPoint], alphas: dict[float, float], curve: CostCurve) -> None:
+def sweep(
+    path: Path, points: Sequence[SweepPoint], alphas: dict[float, float], curves: dict[float, CostCurve]
+) -> None:
     """Three panels over gamma: acceptance of judged tokens, tau, and speed-up of decoding; measured points,
-    and lines by theory from ``alphas`` (by temperature), c and the cost curve."""
+    and lines by theory from ``alphas``, c and the cost ``curves`` (both by temperature)."""
     figure, axes, save = _figure(3)
     acceptance, tokens, speed = axes[0]
     for colour, temperature in zip(COLOURS, sorted({p.temperature for p in points}), strict=False):
@@ -54,7 +56,7 @@ def sweep(path: Path, points: Sequence[SweepPoint], alphas: dict[float, float], 
         speed.errorbar(gammas, measured[:, 0], spread, fmt="o", color=colour, capsize=3, label=label)
         theory = [cost.speedup(alpha, g, c) for g in every]
         speed.plot(every, theory, color=colour, lw=1, ls="--", label=f"{label}, Theorem 3.8")
-        on_curve = [cost.speedup_on(curve, alpha, g, c) for g in every]
+        on_curve = [cost.speedup_on(curves[temperature], alpha, g, c) for g in every]
         speed.plot(every, on_curve, color=colour, lw=1, label=f"{label}, with measured t(n)")
     acceptance.set(title="acceptance", ylabel="accepted / judged (line: alpha, sum min(p, q))", ylim=(0, 1))
     tokens.set(title="tokens a round", ylabel="tau (line: equation 1 with alpha)")
@@ -71,20 +73,22 @@ def sweep(path: Path, points: Sequence[SweepPoint], alphas: dict[float, float], 
 
 
 def lenience(path: Path, rows: Sequence[LenientRow]) -> None:
-    """alpha, score and speed-up against lenience."""
-    _, axes, save = _figure(3)
+    """alpha and speed-up against lenience, and the score where answers were scored."""
+    scored = [row.quality for row in rows if row.quality is not None]
+    _, axes, save = _figure(3 if scored else 2)
     factors = [row.factor for row in rows]
     speeds = np.array([row.line.overall_speedup for row in rows])
-    alphas, scores, speed = axes[0]
+    alphas, speed, *scores = axes[0]
     alphas.plot(factors, [row.alpha for row in rows], "o-", color=COLOURS[0], label="here")
     known = [(row.factor, row.paper_alpha) for row in rows if row.paper_alpha is not None]
     if known:
         alphas.plot(*zip(*known, strict=True), "s--", color="#8a8f98", label="paper")
     alphas.legend(fontsize=8, frameon=False)
-    scores.plot(factors, [row.quality.score for row in rows], "o-", color=COLOURS[1])
     spread = np.abs(speeds[:, 1:] - speeds[:, :1]).T
     speed.errorbar(factors, speeds[:, 0], spread, fmt="o-", color=COLOURS[2], capsize=3)
-    names = ("alpha", rows[0].quality.metric, "speed-up of whole inference")
+    for axis in scores:
+        axis.plot(factors, [quality.score for quality in scored], "o-", color=COLOURS[1])
+    names = ("alpha", "speed-up of whole inference", *(quality.metric for quality in scored[:1]))
     for axis, name in zip(axes[0], names, strict=True):
         axis.set(xlabel="lenience l (1: exact, below: lossy)", ylabel=name)
         axis.invert_xaxis()
@@ -106,7 +110,9 @@ def write(folder: Path, results: Results) -> list[Path]:
         written.append(path)
     if results.sweep:
         path = folder / "gamma.png"
-        sweep(path, results.sweep, results.alphas[results.sweep_drafter], results.curves[1])
+        alphas = results.alphas[results.sweep_drafter]
+        curves = {t: results.curves[f"sweep, T={t:g}"].cost for t in alphas}
+        sweep(path, results.sweep, alphas, curves)
         written.append(path)
     if results.lenient:
         path = folder / "lenience.png"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any, NamedTuple
 
 import pydantic
 
 from experiments import paper
 from experiments.report import Flip, Line
-from experiments.report import Round as Round
 from jspec.measure import CostCurve
 
 OFF = 0.15  # a speed-up that is further from what was expected is explained below the table
@@ -22,14 +22,14 @@ class Quality(NamedTuple):
     signature: str
     sentences: int
     tokens: int
-    tau: float
     flips: tuple[Flip, ...] | None = None  # from plain decoding; None: sampled, or plain itself
 
 
 class Row(NamedTuple):
     """A line of the table: a drafter at a temperature and a batch size.
 
-    ``alpha`` and ``c`` are measured apart from the decoding, ``line`` is what the decoding showed.
+    ``alpha`` and ``c`` are measured apart from the decoding, ``line`` is what the decoding showed. ``gamma``
+    was chosen by ``choice_alpha``, of the validation set; None: it was given.
     """
 
     task: str
@@ -38,6 +38,7 @@ class Row(NamedTuple):
     temperature: float
     batch_size: int
     gamma: int
+    choice_alpha: float | None
     alpha: float
     c: float
     theory: float  # Theorem 3.8
@@ -65,8 +66,9 @@ class LenientRow(NamedTuple):
     alpha: float
     gamma: int
     line: Line
-    quality: Quality
+    quality: Quality | None
     paper_alpha: float | None
+    paper_speedup: float | None
 
 
 class SweepPoint(NamedTuple):
@@ -78,14 +80,21 @@ class SweepPoint(NamedTuple):
     line: Line
 
 
+class Curve(NamedTuple):
+    """t(n) behind ``fill`` cached tokens, as one stage measured it."""
+
+    cost: CostCurve
+    fill: int
+
+
 class Results(NamedTuple):
     """Everything that a study measures."""
 
+    pairs: dict[str, int]  # part of the data -> pairs of texts
     rows: list[Row]
     alphas: dict[str, dict[float, float]]  # drafter -> temperature -> alpha
     alpha_tokens: dict[float, int]  # temperature -> positions
-    curves: dict[int, CostCurve]  # by batch size
-    fill: int
+    curves: dict[str, Curve]  # by stage: each is the one behind what that stage expects
     lenient: list[LenientRow]
     lenient_alphas: dict[str, list[float]]
     sweep: list[SweepPoint]
@@ -93,23 +102,30 @@ class Results(NamedTuple):
     rounds: dict[str, Any]
 
 
-def packed(kind: Any, value: Any) -> Any:
-    """A tuple of this module as JSON values."""
-    return pydantic.TypeAdapter(kind).dump_python(value, mode="json")
+def fields(kind: Any) -> Any:
+    """The names of a tuple's fields and of those within: what a kept value must have to be read.
+
+    >>> from experiments.report import Flip
+    >>> fields(dict[str, list[Flip]])
+    [[{'prompt': [], 'position': [], 'gap': []}]]
+    """
+    if hasattr(kind, "_fields"):
+        return {name: fields(part) for name, part in typing.get_type_hints(kind).items()}
+    return [found for part in typing.get_args(kind) if (found := fields(part))]
 
 
 def unpacked(kind: Any, value: Any) -> Any:
-    """What `packed` made, as it was.
+    """What `named` made of a ``kind``, as it was.
 
     >>> from experiments.report import Speed
-    >>> unpacked(Speed, packed(Speed, Speed(1.0, 0.5, 1.5)))
+    >>> unpacked(Speed, named(Speed(1.0, 0.5, 1.5)))
     Speed(median=1.0, low=0.5, high=1.5)
     """
     return pydantic.TypeAdapter(kind).validate_python(value)
 
 
 def named(value: Any) -> Any:
-    """Tuples with field names as dicts, for files that others read.
+    """Tuples with field names as dicts, for files: they are read by name, by `unpacked` and by others.
 
     >>> from experiments.report import Speed
     >>> named([Speed(1.0, 0.5, 1.5)])

@@ -1,16 +1,20 @@
 """A study measured on models whose laws are known: tables over the letters of a byte-level tokenizer."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import rich.console
 import tiny_text
 
-from experiments import alpha, measurements, results, stages, study, study_report
-from experiments.pipeline import Subject, Trained
-from jspec import Model, drafters, testing
+from experiments import alpha, environment, measurements, pipeline, results, stages, study, study_report
+from experiments.laboratory import Costs, Laboratory, Timed
+from experiments.pipeline import Subject, Texts, Trained
+from experiments.results import Curve
+from jspec import Model, drafters, measure, testing
 from jspec.drafters import NgramTable
+from jspec.measure import CostCurve
 from training import data
 
 LETTERS = [2 + byte for byte in b"abcd"]
@@ -61,19 +65,29 @@ def model(law):
     return Model(lm, params, spoken, (END,), "table", vocab_size=SIZE)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_timings():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "LEAST_SECONDS", 0.0)
+        yield
+
+
 @pytest.fixture(scope="module")
-def trained():
+def trained(config):
     q = model(Q)
     table = NgramTable(
         *map(np.asarray, (Q.mean(0), np.zeros(SIZE, np.float32), np.tile(np.arange(SIZE), (SIZE, 1)), Q))
     )
     counted = alpha.Laws(alpha.table_model(SIZE), table)
+    target = model(P)
     return Trained(
-        model(P),
+        target,
         {
             "table": Subject("table", "small", alpha.Laws(q.lm, q.params), q),
             "counted": Subject("counted", "bigram", counted, None),
         },
+        pipeline.encode_test(config, target, RECORDS),
+        pipeline.encode_test(config, target, RECORDS[::-1]),
     )
 
 
@@ -88,12 +102,13 @@ def config():
 
 
 RECORDS = [data.Record(source, "abab") for source in ("a", "bc", "d", "ab", "cda")]
+TEXTS = Texts(RECORDS * 3, RECORDS[::-1], RECORDS)
 
 
 def measured(config, trained, folder):
     quiet = rich.console.Console(quiet=True)
     kept = stages.Stages(folder, quiet)
-    return measurements.measure(config, trained, RECORDS, folder, kept, quiet), kept
+    return measurements.measure(config, trained, TEXTS, folder, kept, quiet), kept
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +164,9 @@ def test_rows(found):
         ("table", 2, 1.0),
     ]
     for row in rows:
-        assert row.gamma == 3
-        assert row.reference.drafter == "small"
+        assert (row.gamma, row.choice_alpha) == (3, None)
+        # The paper decodes one sequence at a time.
+        assert (None if row.reference is None else row.reference.drafter) == {1: "small"}.get(row.batch_size)
         assert row.line.num_prompts == 3
         assert row.c > 0
     assert rows[0].quality.flips == ()
@@ -170,6 +186,7 @@ def test_lenience_and_sweep(found):
     assert not lossy.line.lossless
     assert [(point.temperature, point.gamma) for point in got.sweep] == [(0, 1), (0, 3), (1, 1), (1, 3)]
     assert all(1 <= point.line.tau <= point.gamma + 1 for point in got.sweep)
+    assert exact.paper_speedup is lossy.paper_speedup is None  # which are at the best gamma of each
 
 
 def test_what_was_measured_is_not_measured_again(found, config, trained, folder):
@@ -177,6 +194,107 @@ def test_what_was_measured_is_not_measured_again(found, config, trained, folder)
     again, kept = measured(config, trained, folder)
     assert json.dumps(kept.times) == before
     assert results.named(again) == results.named(found[0])
+
+
+class Pretended(stages.Stages):
+    """Which stages would be measured, and by which inputs; what was measured before is the answer."""
+
+    def __init__(self, folder):
+        super().__init__(folder, rich.console.Console(quiet=True))
+        self.missing = []
+
+    def kept(self, name, inputs, function):
+        path = self.folder / "measured" / (re.sub(r"[^\w.=]+", "-", name) + ".json")
+        stored = json.loads(path.read_text())
+        if stored["inputs"] != json.loads(json.dumps(inputs)):
+            self.missing.append(name)
+        return stored["value"]
+
+
+def missing(config, trained, folder):
+    """Stages that a study of these models has to measure again."""
+    kept = Pretended(folder)
+    measurements.measure(config, trained, TEXTS, folder, kept, rich.console.Console(quiet=True))
+    return kept.missing
+
+
+def altered(config, **changes):
+    return config.model_copy(update={"measure": config.measure.model_copy(update=changes)})
+
+
+SPEEDS = [f"speed, batch {b}, T={t}" for b in (1, 2) for t in (0, 1)]
+SWEEPS = ["sweep, T=0", "sweep, T=1"]
+COSTS = ["costs, batch 1", "costs, batch 2"]
+
+
+def test_what_a_timing_depends_on(found, config, trained, folder, monkeypatch):
+    assert missing(config, trained, folder) == []
+    assert missing(altered(config, temperatures=(1.0, 0.0)), trained, folder) == COSTS
+    turned = altered(config, batch_sizes=(2, 1))
+    assert missing(turned, trained, folder) == ["lenience"]  # which runs at the first batch size
+    on_mesh = config.model_copy(update={"mesh": study.Mesh(data=1)})
+    timed = [*COSTS, *SPEEDS, "lenience", *SWEEPS]
+    assert missing(on_mesh, trained, folder) == timed
+    monkeypatch.setattr(environment, "machine", lambda: {"hardware": "another", "jax": "0"})
+    assert missing(config, trained, folder) == timed
+
+
+def test_lines_belong_to_their_drafters_in_any_order(found, config, trained, tmp_path):
+    """A study whose drafters stand in another order never gets the speed of one for that of the other."""
+    q = model(laws(2, P, 0.9))
+    other = Subject("other", None, alpha.Laws(q.lm, q.params), q)
+    both = trained._replace(subjects={"table": trained.subjects["table"], "other": other})
+    turned = both._replace(subjects=dict(reversed(both.subjects.items())))
+    short = altered(config, drafters=None, sweep=None, lenience=None, quality=False, repeats=1)
+    short = altered(short, batch_sizes=(1,), temperatures=(0.0,))
+    first, _ = measured(short, both, tmp_path)
+    assert missing(short, turned, tmp_path) == ["costs, batch 1", "speed, batch 1, T=0"]
+    # Kept lines are found by their names: here those of the first order, asked for in the second.
+    lab = Laboratory(short, turned, RECORDS, tmp_path, Pretended(tmp_path), rich.console.Console(quiet=True))
+    entries = [lab.entry(subject, 3) for subject in turned.subjects.values()]
+    timed = lab.speed("speed, batch 1, T=0", entries, 0.0, batch_size=1)
+    assert [line.name for line in timed.lines] == ["plain", "table", "other"]
+    assert [timed.line(entry).name for entry in entries] == ["other", "table"]
+    assert [row.line.name for row in first.rows] == ["table", "other"]
+
+
+def test_draft_lengths_are_chosen_on_validation(found, config, trained, folder, monkeypatch):
+    best = altered(config, gamma="best", max_gamma=2, quality=False)
+    chosen = []
+
+    def best_gamma(self, costs, alpha, subject, temperature):
+        chosen.append((subject.name, temperature, round(alpha, 6)))
+        return 1 + len(chosen) % 2
+
+    def speed(self, title, entries, temperature, *, batch_size, sentences=None):
+        line = found[0].rows[0].line
+        lines = [line, *(line._replace(name=entry.name) for entry in entries)]
+        return Timed(lines, {}, Curve(CostCurve((1, 2), (1.0, 1.5)), 3))
+
+    monkeypatch.setattr(Laboratory, "best_gamma", best_gamma)
+    monkeypatch.setattr(Laboratory, "speed", speed)
+    monkeypatch.setattr(Laboratory, "costs", lambda self, batch_size: Costs(found[0].curves["lenience"], {}))
+    got, kept = measured(best, trained, folder)
+    assert "alpha on validation, table, T=1" in kept.times
+    assert "lenient alpha on validation, table" in kept.times
+    wanted = [row.choice_alpha for row in got.rows]
+    assert [alpha for _, _, alpha in chosen[:4]] == [round(alpha, 6) for alpha in wanted]
+    # The validation answers are of a seed of their own: at T = 1 another text.
+    assert wanted[1] != got.alphas["table"][1.0]
+    # A lenience each its own, by its own alpha.
+    assert [row.gamma for row in got.lenient] == [2, 1]
+    assert chosen[4][2] < chosen[5][2]
+    assert [row.paper_speedup for row in got.lenient] == [2.5, 3.1]
+    assert [row.quality for row in got.lenient] == [None, None]
+
+
+def test_an_unusable_test_set_is_refused_before_anything_is_written(config, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "load", lambda *_, **__: trained.target)
+    bad = TEXTS._replace(test=[*RECORDS, data.Record("a", "")])
+    quiet = rich.console.Console(quiet=True)
+    with pytest.raises(ValueError, match=r"data\.test: expected 6 usable pairs"):
+        pipeline.train(config, bad, tmp_path, stages.Stages(tmp_path, quiet), quiet)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_drafter_has_another_fingerprint(trained):
@@ -194,6 +312,11 @@ def test_the_report_s_files(found, config, tmp_path):
     markdown = (tmp_path / "table.md").read_text()
     for heading in ("## letters, float32", "## alpha of every drafter", "LOSSY below l = 1", "## time"):
         assert heading in markdown
+    assert "| train | x | 15 |" in markdown
+    assert "* commit: " in markdown
+    # Every curve that expectations rest on, none that they do not.
+    assert [curve for curve in got.curves if f"| {curve} | " in markdown] == list(got.curves)
+    assert list(got.curves) == [*COSTS, *SPEEDS, "lenience", *SWEEPS]
     assert "| counted |" in markdown
     assert r"\begin{tabular}" in (tmp_path / "table.tex").read_text()
     content = json.loads((tmp_path / "table.json").read_text())

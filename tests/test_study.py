@@ -11,7 +11,7 @@ import typer.testing
 import yaml
 
 from experiments import __main__ as command
-from experiments import prompts, quality, report, results, sheets, stages, study
+from experiments import environment, prompts, quality, report, results, sheets, stages, study
 
 CONFIGS = prompts.HERE.parent.parent / "configs"
 STUDIES = ["t5_en_de_cpu", "t5_summarization_cpu", "t5_en_de_gpu", "t5_xxl_wmt14_tpu", "t5_large_cnndm_gpu"]
@@ -169,7 +169,13 @@ def test_times_add_up_over_attempts(tmp_path):
     with second.timed("slow", done=True):
         pass
     stored = json.loads((tmp_path / stages.TIMES).read_text())
-    assert stored["stages"]["slow"] == {"seconds": pytest.approx(0.3, abs=0.2), "attempts": 2, "done": True}
+    assert stored["stages"]["slow"] == {
+        "seconds": pytest.approx(0.3, abs=0.2),
+        "attempts": 2,
+        "done": True,
+        "environment": 0,
+    }
+    assert stored["environments"] == [environment.current()]
     assert stored["total"] == stored["stages"]["slow"]["seconds"]
 
 
@@ -184,6 +190,30 @@ def test_the_time_of_a_killed_stage_is_known(tmp_path, monkeypatch):
             time.sleep(0.02)
 
 
+def test_every_stage_says_by_which_code_it_was_made(tmp_path, monkeypatch):
+    """Also where the file is of a version that did not write that down, and where a report is made later."""
+    old = {"total": 1.0, "stages": {"target": {"seconds": 1.0, "attempts": 1, "done": True}}}
+    (tmp_path / stages.TIMES).write_text(json.dumps(old))
+    for commit, names in (("first", ("a, x", "b")), ("second", ("a, y", "b"))):
+        monkeypatch.setattr(environment, "current", lambda commit=commit: {"commit": commit})
+        running = stages.Stages(tmp_path, quiet())
+        for name in names:
+            with running.timed(name):
+                pass
+    running.kept("c", {}, lambda: 1)
+    monkeypatch.setattr(environment, "current", lambda: {"commit": "third"})
+    later = stages.Stages(tmp_path, quiet())
+    assert later.kept("c", {}, lambda: 2) == 1
+    assert later.total == pytest.approx(1.0, abs=0.5)
+    assert later.origins(lambda name: name.partition(",")[0]) == (
+        "Made by (target):\n\n* not recorded\n\n"
+        "Made by (a):\n\n* commit: first\n\n"
+        "Made by (b; a; c):\n\n* commit: second"
+    )
+    kept = json.loads((tmp_path / "measured" / "c.json").read_text())
+    assert kept["environment"] == {"commit": "second"}
+
+
 def test_a_measurement_is_kept_by_its_inputs(tmp_path):
     calls = []
 
@@ -195,6 +225,7 @@ def test_a_measurement_is_kept_by_its_inputs(tmp_path):
         kept = stages.Stages(tmp_path, quiet())
         assert kept.kept("a, b", {"x": (1, 2)}, measured) == [1, [1, 2]]
     assert kept.kept("a, b", {"x": (1, 3)}, measured) == [2, [1, 2]]
+    assert kept.kept("a, b", {"x": (3, 1)}, measured) == [3, [1, 2]]
     assert [path.name for path in (tmp_path / "measured").iterdir()] == ["a-b.json"]
 
 
@@ -247,12 +278,30 @@ def line(**changes):
 
 
 def test_results_survive_their_file():
-    row = results.LenientRow(0.5, 0.6, 4, line(flips=(report.Flip("a", 1, 0.25),)), SCORE, None)
-    stored = json.loads(json.dumps(results.packed(results.LenientRow, row)))
+    row = lenient_row(line=line(flips=(report.Flip("a", 1, 0.25),), best_length=(2, 1.5)))
+    stored = json.loads(json.dumps(results.named(row)))
     assert results.unpacked(results.LenientRow, stored) == row
+    # They are read by name: in any order, and not at all where a field has another name.
+    turned = dict(reversed(stored.items()))
+    assert results.unpacked(results.LenientRow, turned) == row
+    del turned["gamma"]
+    with pytest.raises(ValueError, match="gamma"):
+        results.unpacked(results.LenientRow, turned | {"lenience": 4})
 
 
-SCORE = results.Quality(20.0, "BLEU", "signature", 3, 30, 2.0)
+def test_the_form_of_a_kept_value_is_known():
+    """By which a value that an older version kept is measured again."""
+    assert results.fields(list[float]) == results.fields(float) == []
+    (found,) = results.fields(list[results.LenientRow])
+    assert list(found) == list(results.LenientRow._fields)
+    assert found["line"]["flips"] == [[{"prompt": [], "position": [], "gap": []}]]
+
+
+SCORE = results.Quality(20.0, "BLEU", "signature", 3, 30)
+
+
+def lenient_row(**changes):
+    return results.LenientRow(0.5, 0.6, 4, line(), SCORE, None, None)._replace(**changes)
 
 
 def row(**changes):
@@ -263,6 +312,7 @@ def row(**changes):
         temperature=0.0,
         batch_size=1,
         gamma=4,
+        choice_alpha=None,
         alpha=0.7,
         c=0.03,
         theory=2.0,
@@ -289,40 +339,112 @@ def test_what_is_far_from_its_expectation_is_explained():
     assert "+25% (whole inference)" in study_report.explanation(only_whole)
 
 
+def measured(**changes):
+    fields = {"rows": [row()], "sweep": [], "lenient": [], "sweep_drafter": ""}
+    fields |= {key: {} for key in ("pairs", "alphas", "alpha_tokens", "curves", "lenient_alphas", "rounds")}
+    return results.Results(**fields | changes)
+
+
+def config(task=None, **measure):
+    return study.Study.model_validate(
+        content(task={"name": "toy", "paper": task}, measure={"temperatures": [0, 1]} | measure)
+    )
+
+
 def test_the_main_sheet():
     from experiments import paper, study_report
 
-    found = results.Results(
+    found = measured(
         rows=[
             row(reference=paper.find("ende", "small", 0)),
             row(batch_size=4, quality=None, line=line(predicted=3.0, flips=(report.Flip("2", 5, 0.5),))),
-        ],
-        alphas={},
-        alpha_tokens={},
-        curves={},
-        fill=0,
-        lenient=[],
-        lenient_alphas={},
-        sweep=[],
-        sweep_drafter="",
-        rounds={},
+            row(batch_size=4, quality=None),
+        ]
     )
-    sheet = study_report.main_sheet(found, "t")
+    sheet = study_report.main_sheet(found, "t", config())
     assert "B" in sheet.headings
     cells = [dict(zip(sheet.headings, cells, strict=True)) for cells in sheet.rows]
-    assert cells[0][sheet.headings[-1]] == "small: 7 / 0.75 / 0.02 / 3.2 / 3.4"
+    # Whose figures these are: the texts may be others.
+    assert cells[0][sheet.headings[-1]] == "WMT En-De, small: 7 / 0.75 / 0.02 / 3.2 / 3.4"
     assert cells[0]["speed-up"] == "1.50 (1.40-1.60)"
     assert (cells[0]["BLEU plain"], cells[0]["BLEU speculative"]) == ("20.00", "20.00")
     assert cells[0]["same tokens"] == "yes"
     assert cells[1]["speed-up"] == "1.50 (1.40-1.60)†"
     assert cells[1]["same tokens"] == "NO (1 of 3 prompts)"
+    assert cells[2]["same tokens"] == "yes (3 sentences)"  # not the whole test set
     # In bfloat16, whose logits are coarser, a smaller gap is a near-tie.
-    near = results.Results(*found)._replace(
-        rows=[row(quality=SCORE._replace(flips=(report.Flip("2", 5, 0.2),)))]
-    )
-    same = {dtype: study_report.main_sheet(near, "t", dtype).rows[0][-2] for dtype in ("float32", "bfloat16")}
+    near = measured(rows=[row(quality=SCORE._replace(flips=(report.Flip("2", 5, 0.2),)))])
+    same = {
+        dtype: study_report.main_sheet(near, "t", config(dtype=dtype)).rows[0][-2]
+        for dtype in ("float32", "bfloat16")
+    }
     assert same == {"float32": "NO (1 of 3 prompts)", "bfloat16": "yes (1 near-tie)"}
     assert len(sheet.notes) == 1
+
+
+def test_a_draft_length_at_its_limit_is_noted():
+    from experiments import study_report
+
+    found = measured(rows=[row(gamma=4, choice_alpha=0.7), row(gamma=3, choice_alpha=0.7), row(gamma=4)])
+    (note,) = study_report.main_sheet(found, "t", config(max_gamma=4)).notes
+    assert "gamma is the greatest allowed" in note
+
+
+def test_figures_of_the_paper_stand_beside_their_own_task():
+    from experiments import study_report
+
+    found = measured(
+        rows=[row(drafter="bigram", paper="bigram")],
+        lenient=[lenient_row(line=line(name="small, distilled, l=0.5"))],
+        lenient_alphas={"small, distilled": [0.6]},
+    )
+    beside = {"small, distilled": "small"}
+    assert "its bigram model on WMT En-De" in study_report.main_sheet(found, "t", config("ende")).notes[0]
+    assert study_report.main_sheet(found, "t", config("cnndm")).notes == ()
+    alphas = {t: study_report.lenience_sheets(found, config(t), beside)[1] for t in ("ende", "cnndm")}
+    assert alphas["ende"].rows == [("small, distilled", "0.60", "0.71")]
+    assert alphas["cnndm"].rows == [("small, distilled", "0.60", "-")]
+    assert ["WMT En-De" in alphas[t].title for t in alphas] == [True, False]
+    assert "CNN/DM" in study_report.alpha_sheet(found, "cnndm", beside).title
+
+
+def test_a_fixed_gamma_is_stated_under_lenience():
+    from experiments import study_report
+
+    found = measured(lenient=[lenient_row(line=line(name="x, l=0.5"), quality=None, paper_speedup=3.1)])
+    best, fixed = (study_report.lenience_sheets(found, config(gamma=g), {})[0] for g in ("best", 5))
+    assert best.rows[0][-3:] == ("-", "-", "3.1")
+    assert "for each l" in best.notes[1]
+    assert "gamma is 5 for every l" in fixed.notes[1]
+
+
+def test_where_texts_come_from():
+    from experiments import study_report
+
+    hub = {"format": "hub", "id": "a/b", "config": "de-en", "split": "test", "source": "x", "target": "y"}
+    data = study.Data.model_validate(
+        {"train": PARALLEL, "validation": {"format": "tsv", "file": "c.tsv"}, "test": hub}
+    )
+    pairs = {"train": 3, "validation": 2, "test": 1}
+    assert study_report.data_sheet(data, pairs).rows == [
+        ("train", "a, b", "3"),
+        ("validation", "c.tsv", "2"),
+        ("test", "a/b de-en test", "1"),
+    ]
+
+
+def test_losses_whose_ranges_overlap_are_not_separated():
+    from experiments import losses
+
+    def outcomes(*values):
+        return [losses.Outcome(value, value, 0.0, 0.0) for value in values]
+
+    found = {"a": outcomes(0.50, 0.60), "b": outcomes(0.52, 0.53), "c": outcomes(0.40, 0.49)}
+    assert losses.standing(found, "alpha_1") == "a, not separated from b"
+    assert losses.standing({"b": found["b"], "c": found["c"]}, "alpha_1") == "b"
+    settings = study.load(CONFIGS / "t5_losses_cpu.yaml")
+    sheet = losses.sheet(settings, {"a": outcomes(0.1, 0.2, 0.6)})
+    assert sheet.rows[0][:2] == ("a", "0.200 (0.100-0.600)")  # the median, as in the picture
 
 
 def test_times_of_a_kind_are_summed(tmp_path):
@@ -344,10 +466,11 @@ def test_pictures(tmp_path):
 
     points = [results.SweepPoint(t, g, 0.02, line()) for t in (0.0, 1.0) for g in (1, 2, 5)]
     curve = CostCurve((1, 6), (1.0, 1.5))
-    plots.sweep(tmp_path / "gamma.png", points, {0.0: 0.7, 1.0: 0.6}, curve)
-    rows = [results.LenientRow(f, 0.6, 4, line(), SCORE, a) for f, a in ((1.0, 0.62), (0.5, None))]
+    plots.sweep(tmp_path / "gamma.png", points, {0.0: 0.7, 1.0: 0.6}, dict.fromkeys((0.0, 1.0), curve))
+    rows = [lenient_row(factor=f, paper_alpha=a) for f, a in ((1.0, 0.62), (0.5, None))]
     plots.lenience(tmp_path / "lenience.png", rows)
+    plots.lenience(tmp_path / "unscored.png", [row._replace(quality=None) for row in rows])
     plots.losses(tmp_path / "losses.png", {"a": (report.Speed(0.5, 0.4, 0.6),) * 2})
     for path in tmp_path.iterdir():
         assert path.read_bytes()[:4] == b"\x89PNG"
-    assert np.unique([path.stat().st_size for path in tmp_path.iterdir()]).size == 3
+    assert np.unique([path.stat().st_size for path in tmp_path.iterdir()]).size == 4

@@ -141,6 +141,7 @@ def test_from_nothing_to_the_table_with_a_kill_on_the_way(tmp_path):
         "seconds": times["small, distilled"]["seconds"],
         "attempts": 1,
         "done": True,
+        "environment": 0,
     }
     content = json.loads((out / "table.json").read_text())
     rows = {(row["drafter"], row["temperature"]): row for row in content["results"]["rows"]}
@@ -174,7 +175,7 @@ def test_from_nothing_to_the_table_with_a_kill_on_the_way(tmp_path):
     }
     (tmp_path / "losses.yaml").write_text(yaml.safe_dump(losses))
     shared = ("--data", tmp_path, "--output", out)
-    assert "won at T=1" in run(tmp_path, "losses", "--config", tmp_path / "losses.yaml", *shared)
+    assert "highest at T=1" in run(tmp_path, "losses", "--config", tmp_path / "losses.yaml", *shared)
     outcomes = json.loads((out / "losses.json").read_text())["outcomes"]
     assert {name: len(values) for name, values in outcomes.items()} == {"kl": 2, "tv": 2}
     assert (out / "losses.md").exists()

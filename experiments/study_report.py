@@ -221,7 +221,8 @@ def lenience_sheets(results: Results, config: Study, subjects: dict[str, str | N
         "p / l"
     ]
     if settings.gamma == "best":
-        notes.append("gamma: for each l the one that its alpha, on validation, makes the fastest")
+        most = settings.max_gamma
+        notes.append(f"gamma: for each l what its alpha, on validation, makes the fastest, of at most {most}")
     else:
         notes.append(f"gamma is {settings.gamma} for every l; the paper's speed-ups are at the best gamma")
     if any(row.paper_speedup is not None for row in results.lenient):

@@ -149,7 +149,7 @@ class Server:
         target, serving, count = self.target, self.config.serving, self.config.update_interval
         numbers = range(step * count, (step + 1) * count)
         taken = [self.stream[i % len(self.stream)] for i in numbers]
-        prompt = jax.tree.map(jnp.asarray, pad(taken, self.source_width))
+        prompt = pad(taken, self.source_width)
         settings = options.resolve(
             {
                 "temperature": serving.temperature,
@@ -177,7 +177,7 @@ class Server:
             capacity=self.capacity,
             record=feedback,
         )
-        # Not the prompts: their width differs from batch to batch, and would be compiled each time.
+        # The prompts stay on the host: their width differs from batch to batch, and would be compiled anew.
         return _served(state, prompt.source, prompt.source_lengths)
 
     @functools.cached_property

@@ -87,13 +87,14 @@ def alpha(target: Model, drafter: Laws, examples: Sequence[Example], temperature
         drafter.lm,
         drafter.params,
         batches(target, examples),
+        width=target.vocab_size,
         temperatures=(temperature,) if temperature else (),
         dtype=drafter.dtype,
     )
     return found[f"alpha_{temperature:g}"] if temperature else found["greedy_agreement"]
 
 
-@functools.partial(jax.jit, static_argnames=("target", "drafter"))
+@functools.partial(jax.jit, static_argnames=("target", "drafter", "width"))
 def _lenient_sums(
     target_params: PyTree,
     drafter_params: PyTree,
@@ -103,10 +104,10 @@ def _lenient_sums(
     *,
     target: LanguageModel,
     drafter: LanguageModel,
+    width: int,
 ) -> tuple[Float[Array, " F"], Float[Array, ""]]:
     p = forward.logits(target, target_params, batch)
     q = forward.logits(drafter, drafter_params, batch)
-    width = min(p.shape[-1], q.shape[-1])
     p, q = (jax.nn.softmax(logits[..., :width] / temperature, axis=-1) for logits in (p, q))
 
     def one(factor: Float[Array, ""]) -> Float[Array, ""]:
@@ -129,6 +130,7 @@ def lenient_alphas(
             jnp.float32(temperature),
             target=target.lm,
             drafter=drafter.lm,
+            width=min(target.vocab_size, drafter.lm.config.vocab_size),
         )
         total, positions = total + sums, positions + float(weight)
     return [float(value) / positions for value in total]

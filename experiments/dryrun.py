@@ -174,7 +174,12 @@ def _training_step(mesh: Mesh, settings: Step, model: _Model, layers: int) -> Pr
     everywhere = NamedSharding(mesh, PartitionSpec())
     done = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     state = loop.State(model.params, _optimizer_state(model.params, optimizer), done)  # type: ignore[arg-type]
-    training = Training(steps=1, optimizer=optimizer, dtype="bfloat16", rematerialise=settings.rematerialise)
+    training = Training(
+        steps=max(optimizer.warmup_steps, 1),
+        optimizer=optimizer,
+        dtype="bfloat16",
+        rematerialise=settings.rematerialise,
+    )
     tokens, lengths = _rows(mesh, rows, settings.target), _rows(mesh, rows)
     weights = _rows(mesh, rows, settings.target, dtype=jnp.float32)
     batch = Batch(tokens, tokens, weights, lengths, _rows(mesh, rows, settings.source), lengths)

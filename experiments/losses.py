@@ -90,6 +90,7 @@ def judge(
         drafter.lm,
         drafter.params,
         batches(target, references),
+        width=target.vocab_size,
         temperatures=(),
         dtype=dtype,
     )

@@ -24,7 +24,7 @@ from jspec import drafters, engine, models, parallel, sampling, testing, verify
 from jspec.io import orbax
 from jspec.types import Drafter, Prompt, PyTree, Verifier
 from training import config as configs
-from training import finetune, loop, recipe
+from training import finetune, hosts, loop, recipe
 from training.config import Batching, Optimizer, Training
 from training.data import Example
 
@@ -171,6 +171,8 @@ SETTINGS = finetune.Finetune(
         **{"vocab_size": V, "width": 16, "mlp_width": 48, "num_layers": 1, "num_encoder_layers": 1},
         **{"num_heads": 8, "head_dim": 4},
     },
+    eos=1,
+    decoder_start=0,
     batching=Batching(batch_size=8, buckets=1),
     training=Training(steps=STEPS, checkpoint_every=2, optimizer=Optimizer(learning_rate=0.01)),
 )
@@ -236,7 +238,16 @@ def processes(folder: Path, address: str, process: str) -> dict[str, Any]:
     parallel.initialize_distributed(address, 2, int(process))  # nothing the second time
     tokens = generation(folder, "refill:2x4")["refill:2x4"]["tokens"]
     _, losses = train(folder / "run", mesh_of("2x4"))
-    return {"devices": jax.device_count(), "tokens": tokens, "losses": losses}
+    told = [hosts.on_first(lambda: [process, "ä" * 5])]
+
+    def wrong() -> None:
+        raise FileNotFoundError("nothing there")
+
+    try:
+        hosts.on_first(wrong)
+    except OSError as error:
+        told.append([str(error)])
+    return {"devices": jax.device_count(), "tokens": tokens, "losses": losses, "told": told}
 
 
 def zeros(config: models.Config, dtype: Any) -> PyTree:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 
 import jspec
-from jspec import drafters, testing
-from training import generation, recipe
+from jspec import testing
+from training import generation, recipe, text
+from training.data import Example
 from training.generation import generate_answers
 
 ENDS = tuple(range(1, 9))  # of 64 tokens: answers of all lengths
@@ -79,12 +82,6 @@ def test_the_seed_counts_up_from_any_number(decoder):
     found = generate_answers(decoder, texts, **(SETTINGS | {"seed": most}))
     again = generate_answers(decoder, texts[1:], **(SETTINGS | {"seed": 0}))
     assert found[1:] == again
-
-
-def test_a_drafter_changes_nothing_at_temperature_0(decoder):
-    options = SETTINGS | {"temperature": 0.0}
-    plain = generate_answers(decoder, sources(), **options)
-    assert generate_answers(decoder, sources(), **options, drafter=drafters.suffix()) == plain
 
 
 # --- the cache --------------------------------------------------------------------------------------
@@ -233,6 +230,17 @@ def test_progress_counts_to_the_end(decoder):
     assert {progress.total for progress in seen} == {11}
     assert seen[-1].tokens == sum(map(len, found))
     assert 0.4 < seen[-1].utilisation <= 1
+
+
+def test_a_console_hears_of_every_shard_but_the_last(decoder, tmp_path):
+    examples = [Example(source, [1]) for source in sources()]
+    for heard in (["4 of 11", "8 of 11"], []):  # the second time everything is on the disk
+        console = rich.console.Console(file=io.StringIO(), width=200)
+        writing = text.Writing(12, 3, tmp_path)
+        found = text.answered(decoder, examples, writing, 1.0, 3, console=console)
+        assert [example.target for example in found] == generate_answers(decoder, sources(), **SETTINGS)
+        lines = console.file.getvalue().splitlines()
+        assert [line[len("answers, T=1: ") :].partition(",")[0] for line in lines] == heard
 
 
 def test_bad_input_is_refused(decoder):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from jspec.io import orbax
 from jspec.models.layers import Dropout
@@ -174,6 +175,34 @@ def test_the_best_checkpoint_is_kept_and_handed_out(tmp_path):
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 20
 
 
+def test_the_best_of_an_interrupted_run(tmp_path):
+    """It was found before the interruption, and is no longer among the newest."""
+    settings = SETTINGS.model_copy(update={"best": True, "keep": 1, "checkpoint_every": 5})
+    rows = batches()
+    best = {}
+
+    def judge(scores):
+        def score(params):
+            found = next(scores)
+            if found == 1.0:
+                best["params"] = jax.tree.map(np.asarray, params)
+            return {"validation_loss": found}
+
+        return score
+
+    def interrupted(step, params):
+        if step == 25:
+            raise KeyboardInterrupt
+        return rows[step]
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", settings, source=interrupted, evaluate=judge(iter([3.0, 1.0])))
+    assert orbax.complete_steps(tmp_path / "run" / "checkpoints") == [20, 25]
+    found = train(tmp_path / "run", settings, evaluate=judge(iter([2.0, 4.0])))
+    assert_equal(found, best["params"])
+    assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 20
+
+
 # --- bad ends ---------------------------------------------------------------------------------------
 
 
@@ -189,12 +218,39 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         return loss + 0 * batch.weights.sum(), numbers
 
     for _ in range(2):  # and again when it is started again
-        with pytest.raises(FloatingPointError, match=r"loss of step 10 is nan.*last good .* is step 8"):
+        with pytest.raises(FloatingPointError, match=r"step 10: loss is nan, .*last good .* is step 8"):
             train(tmp_path / "run", source=source, objective=objective)
         assert orbax.complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]
         assert [row["step"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 10))
-    restored = orbax.complete_steps(tmp_path / "run" / "checkpoints")
-    assert restored[-1] == 8
+
+
+def test_an_update_that_is_not_finite_is_in_no_checkpoint(tmp_path, monkeypatch):
+    """Adam divides by 1 - b2: the loss and gradient of step 1 are fine, the params after it are not."""
+    closed, close = [], Checkpoints.close
+    monkeypatch.setattr(Checkpoints, "close", lambda self: closed.append(close(self)))
+
+    def objective(params, frozen, batch, key):
+        return (params["embedding"] ** 2).sum(), {}
+
+    changes = {"checkpoint_every": 1, "optimizer": Optimizer.model_construct(b2=1.0)}
+    with pytest.raises(FloatingPointError, match=r"step 1: loss is \d.*update_norm is nan; .* is none"):
+        train(tmp_path / "run", SETTINGS.model_copy(update=changes), objective=objective)
+    assert orbax.complete_steps(tmp_path / "run" / "checkpoints") == []
+    assert closed == [None]  # whatever happens
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run(undisturbed, tmp_path):
+    shutil.copytree(undisturbed[1], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "40")
+    message = r"the evaluation after step 40: validation_loss is nan; .* is step 36"
+    with pytest.raises(FloatingPointError, match=message):
+        train(tmp_path / "run", evaluate=lambda params: {"validation_loss": float("nan")})
+
+
+def test_masters_of_another_dtype_are_refused(tmp_path):
+    rounded = jax.tree.map(lambda x: x.astype("bfloat16"), PARAMS)
+    with pytest.raises(ValueError, match=r"params: expected float32, .* got bfloat16"):
+        loop.fit(rounded, PLAIN, lambda step, params: None, SETTINGS, tmp_path)
 
 
 def test_a_full_disk_is_one_clear_error_and_nothing_is_lost(undisturbed, tmp_path):
@@ -238,6 +294,53 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
             recipe.open_folder(tmp_path / "run", SETTINGS, {"data": "a"})
         path = tmp_path / "run" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_files_that_no_run_made_are_left_alone(tmp_path):
+    checkpoint = tmp_path / "flan"
+    checkpoint.mkdir()
+    names = ["config.json", "config.yaml", "tokenizer.json"]
+    for name in names:
+        (checkpoint / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"output: .*flan holds files and is no run"):
+        recipe.open_folder(checkpoint, SETTINGS, {})
+    assert sorted(path.name for path in checkpoint.iterdir()) == names
+
+
+def test_a_start_that_was_killed_is_made_again(tmp_path, monkeypatch):
+    """At each of the two files, before and after its name appears."""
+    folder, replace = tmp_path / "run", recipe.os.replace
+    for killed, left in ((0, ["inputs.json.tmp"]), (1, ["config.yaml.tmp", "inputs.json"])):
+        calls = iter(range(3))
+
+        def die(*paths, killed=killed, calls=calls):
+            if next(calls) == killed:
+                raise KeyboardInterrupt
+            replace(*paths)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(recipe.os, "replace", die)
+            with pytest.raises(KeyboardInterrupt):
+                recipe.open_folder(folder, SETTINGS, {"data": "a"})
+        assert sorted(path.name for path in folder.iterdir()) == left
+    assert not recipe.open_folder(folder, SETTINGS, {"data": "a"})
+    assert json.loads((folder / "inputs.json").read_text()) == {"data": "a"}
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "inputs.json"]
+
+
+def test_a_folder_of_a_version_with_fewer_settings_is_read(tmp_path):
+    folder = tmp_path / "run"
+    recipe.open_folder(folder, SETTINGS, {"data": "a"})
+    stored = yaml.safe_load((folder / "config.yaml").read_text())
+    for key in ("best", "rematerialise"):
+        del stored[key]
+    del stored["optimizer"]["clip_norm"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(stored))
+    (folder / "DONE").write_text("{}")
+    assert recipe.open_folder(folder, SETTINGS, {"data": "a", "model": "b"})
+    other = SETTINGS.model_copy(update={"rematerialise": True})
+    with pytest.raises(ValueError, match="differs in rematerialise, data;"):
+        recipe.open_folder(folder, other, {"data": "b", "model": "b"})
 
 
 # --- one step ---------------------------------------------------------------------------------------
@@ -314,11 +417,12 @@ def test_both_optimizers_learn(tmp_path, name):
     assert found[-1] < 0.5 * found[0]
 
 
-def test_weight_decay_spares_vectors():
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_weight_decay_follows_the_learning_rate_and_spares_vectors(name):
     def nothing(params, frozen, batch, key):
         return 0 * params["embedding"].sum(), {}
 
-    optimizer = Optimizer(learning_rate=0.1, weight_decay=0.5, schedule="constant")
+    optimizer = Optimizer(name=name, learning_rate=0.1, weight_decay=0.5, schedule="constant")
     params = one_step(batches()[0], nothing, optimizer=optimizer)[0].params
     np.testing.assert_allclose(params["embedding"], 0.95 * PARAMS["embedding"], rtol=1e-6)
     np.testing.assert_array_equal(params["norm"]["scale"], PARAMS["norm"]["scale"])
@@ -363,6 +467,8 @@ def test_dropout_differs_from_step_to_step_and_follows_the_seed():
         ({"steps": 0}, "steps: .*got 0"),
         ({"optimizer": {"name": "sgd"}}, r"optimizer\.name: .*got 'sgd'"),
         ({"best": True}, "best: expected evaluate_every"),
+        ({"optimizer": {"b2": 1}}, r"optimizer\.b2: .*got 1"),
+        ({"optimizer": {"warmup_steps": 2}}, r"optimizer\.warmup_steps: expected at most 1 \(steps\), got 2"),
         ({"dtype": "float16"}, "dtype: .*got 'float16'"),
     ],
 )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_text
 import zoo
 from test_law import p_value
 
@@ -16,7 +17,7 @@ from jspec import drafters, engine, sampling, testing, text, verify
 from jspec.checkpoint import Model
 from jspec.types import Context, Prompt
 from training import ngram, recipe
-from training.data import Example
+from training.data import Example, Record
 
 V, START = 12, 0
 
@@ -271,5 +272,23 @@ def test_the_recipe(tmp_path):
         ngram.run(ngram.Ngram(target="any", successors=5), corpus, tmp_path / "run", target=model)
     with pytest.raises(ValueError, match="validation"):
         ngram.run(config, recipe.Corpus(examples(), []), tmp_path / "other", target=model)
+    inputs = json.loads((tmp_path / "run/inputs.json").read_text())
+    assert (inputs["tokens"], inputs["decoder_start"]) == (None, [])
+    with pytest.raises(ValueError, match="discount"):  # unseen pairs would have an infinite loss
+        ngram.Ngram(discount=0)
     out = drafters.ngram(tmp_path / "run/ngram.npz", 2)
     assert out.method.width == 3
+
+
+def test_prompts_of_a_chat_model_are_counted_as_it_gets_them(tmp_path):
+    model = tiny_text.decoder()
+    records = [Record("a", "the"), Record("b", "he")]
+    table = ngram.run(ngram.Ngram(chat=True), recipe.Corpus(records, records), tmp_path / "run", target=model)
+    chats = [model.tokenizer.chat([{"role": "user", "content": record.source}]) for record in records]
+    texts = [
+        Example(chat, [*model.tokenizer.encode(r.target), 1]) for chat, r in zip(chats, records, strict=True)
+    ]
+    expected = ngram.smooth(ngram.count(texts, model.vocab_size), width=263)
+    jax.tree.map(np.testing.assert_array_equal, table, expected)
+    inputs = json.loads((tmp_path / "run/inputs.json").read_text())
+    assert inputs["tokens"] == recipe.text_fingerprint(model.vocabulary.tokens)

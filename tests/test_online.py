@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_text
 
-from jspec import engine, sampling, testing, verify
+from jspec import engine, models, sampling, testing, verify
 from jspec.checkpoint import Model
 from jspec.types import Draft, Forward, Info, Prompt, Verdict
 from training import forward, metrics, online, recipe
 from training.config import Optimizer, Training
-from training.data import Example
+from training.data import Example, Record
 
 V, EOS = 24, 1
 
@@ -169,6 +172,33 @@ def test_acceptance_rises_on_a_fixed_stream(pair, settings, tmp_path, compilatio
     assert all(jax.tree.leaves(changed["layers"]))
 
 
+def test_prompts_of_any_width_are_one_compilation(compilations):
+    target, drafter = tables()
+    stream = [online.Request([2 + i % 5] * width) for width in (2, 3, 5, 4) for i in range(8)]
+    server = online.Server(target, drafter, stream, config(1))
+    for step in range(4):
+        served = server(step, drafter.params)
+        assert served.lengths.min() >= (2, 3, 5, 4)[step]
+    assert compilations[1] == compilations[-1]
+
+
+def test_a_chat_is_served_as_one_and_masters_are_float32(tmp_path, monkeypatch):
+    target = tiny_text.decoder()
+    drafter = dataclasses.replace(target, params=models.cast(target.params, "bfloat16"))
+    records = [Record("a", "b")]
+    settings = online.Online(training=Training(steps=1), chat=True)
+    seen = []
+    monkeypatch.setattr(online, "fit", lambda *arguments, **options: seen.extend(arguments))
+    with pytest.raises(FileNotFoundError):  # nothing was trained
+        online.run(
+            settings, recipe.Corpus(records, records), tmp_path / "run", target=target, drafter=drafter
+        )
+    params, _, server, *_ = seen
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    chat = target.tokenizer.chat([{"role": "user", "content": "a"}])
+    assert [list(request.tokens) for request in server.stream] == [chat]
+
+
 def test_a_step_learns_where_it_should():
     """The loss is the mean over requests of the mean over emitted, or rejected, positions."""
     target, drafter = tables()
@@ -241,5 +271,7 @@ def test_refusals(tmp_path):
         online.run(settings, corpus(), tmp_path / "run", target=target, drafter=drafter)
     with pytest.raises(ValueError, match="loss: expected one of"):
         config(1, loss="mse")
+    with pytest.raises(ValueError, match=r"training.accumulate: expected 1, got 2"):
+        online.Online(training=Training(steps=1, accumulate=2))
     with pytest.raises(ValueError, match=r"training.dropout: expected 0, got 0.1"):
         online.Online(training=Training(steps=1, dropout=0.1))

@@ -340,6 +340,7 @@ def test_two_processes_compute_what_one_does(tmp_path):
     first, second = map(result, children)
     assert first == second
     assert first["devices"] == 8
+    assert first["told"] == [["0", "äääää"], ["nothing there"]]  # by process 0
     one = result(start("generation", str(tmp_path), "refill:one"))
     assert first["tokens"] == one["refill:one"]["tokens"]
     trained = result(start("training", str(tmp_path / "alone")))

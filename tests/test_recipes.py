@@ -1,21 +1,36 @@
 """Fine-tuning and distillation, end to end on a toy: an answer counts on from its source's first token."""
 
 import dataclasses
+import io
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-import typer.testing
 
 import jspec
-from jspec.testing import tiny_decoder, tiny_seq2seq
+from jspec.io.tokenizer import from_folder
+from jspec.testing import table_lm, tiny_decoder, tiny_seq2seq
 from training import __main__ as command
-from training import acceptance, distill, finetune, forward, init, metrics, recipe, text
+from training import (
+    acceptance,
+    config,
+    data,
+    distill,
+    finetune,
+    forward,
+    init,
+    losses,
+    metrics,
+    recipe,
+    text,
+)
 from training.config import Batching, Optimizer, Training
-from training.data import Example, Record
-from training.tokenizer import TokenizerConfig
+from training.data import Batches, Example, Record
+from training.tokenizer import TokenizerConfig, build, save
 
 VOCAB, END = 24, 1
 
@@ -38,11 +53,12 @@ ARCHITECTURE = {
     "head_dim": 8,
     "relative_buckets": 8,
 }
+IDS = {"eos": END, "decoder_start": 0}
 BATCHING = Batching(batch_size=16, buckets=1)
 
 
 def training(steps, **changes):
-    rate = Optimizer(learning_rate=0.02, warmup_steps=5)
+    rate = Optimizer(learning_rate=0.02, warmup_steps=min(5, steps))
     return Training(steps=steps, optimizer=rate, checkpoint_every=10, **changes)
 
 
@@ -58,7 +74,7 @@ def evaluations(folder):
 def finetuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "target"
     settings = finetune.Finetune(
-        architecture=ARCHITECTURE, batching=BATCHING, label_smoothing=0.05, training=training(100)
+        architecture=ARCHITECTURE, **IDS, batching=BATCHING, label_smoothing=0.05, training=training(100)
     )
     return finetune.run(settings, CORPUS, folder), settings, folder
 
@@ -101,12 +117,16 @@ def test_from_a_checkpoint(finetuned, tmp_path):
     model = finetune.run(settings, CORPUS, tmp_path / "more")
     assert losses_of(tmp_path / "more")[0] < 1.2 * losses_of(folder)[-1]
     assert model.decoder_start == (0,)
+    with pytest.raises(ValueError, match="differs in checkpoint;"):  # another model at the same place
+        inputs = json.loads((tmp_path / "more" / "inputs.json").read_text())
+        (tmp_path / "more" / "inputs.json").write_text(json.dumps(inputs | {"checkpoint": "another"}))
+        finetune.run(settings, CORPUS, tmp_path / "more")
 
 
 def test_a_decoder_only_model_learns_answers_only(tmp_path):
     lm, _ = tiny_decoder(vocab_size=VOCAB, num_layers=1, width=16)
     values = {**dataclasses.asdict(lm.config), "kind": "decoder", "rotary": {"rope_theta": 100.0}}
-    settings = finetune.Finetune(architecture=values, batching=BATCHING, training=training(60))
+    settings = finetune.Finetune(architecture=values, eos=END, batching=BATCHING, training=training(60))
     model = finetune.run(settings, CORPUS, tmp_path / "run")
     found = losses_of(tmp_path / "run")
     assert found[-1] < 0.5 * found[0]
@@ -114,47 +134,170 @@ def test_a_decoder_only_model_learns_answers_only(tmp_path):
     assert model.lm.config.rotary.frequencies[0] == 1.0
 
 
-def test_text_gets_a_tokenizer_of_its_own(tmp_path):
+# --- the command line -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def say():
+    """Run ``python -m training`` in this process: exit code, and what it says."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    kept = {name: getattr(jax.config, name) for name in names}
+
+    def run(*arguments):
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["training", *map(str, arguments)])
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            with pytest.raises(SystemExit) as ended:
+                command.run()
+        return ended.value.code or 0, out.getvalue(), err.getvalue()
+
+    yield run
+    for name, value in kept.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def spoken(say, tmp_path_factory):
     """The command line, from a YAML file and parallel text to a folder that answers in text."""
+    folder = tmp_path_factory.mktemp("text")
     words = [" ".join(["ab", "cd", "ef", "gh"][i % 4 :]) for i in range(24)]
     for name in ("train", "val"):
-        (tmp_path / f"{name}.en").write_text("\n".join(words) + "\n")
-        (tmp_path / f"{name}.de").write_text("\n".join(w.upper() for w in words) + "\n")
-    architecture = {key: value for key, value in ARCHITECTURE.items() if key != "vocab_size"}
-    (tmp_path / "x.yaml").write_text(
-        json.dumps(  # JSON is YAML
-            {
-                "architecture": architecture,
-                "tokenizer": {"vocab_size": 60},
-                "data": {
-                    name: {"format": "parallel", "source": f"{part}.en", "target": f"{part}.de"}
-                    for name, part in (("train", "train"), ("validation", "val"))
-                },
-                "batching": {"batch_size": 8, "buckets": 1},
-                "training": {"steps": 4},
-            }
-        )
-    )
-    arguments = ["--config", str(tmp_path / "x.yaml"), "--data", str(tmp_path)]
-    runner = typer.testing.CliRunner()
-    result = runner.invoke(command.app, ["finetune", *arguments, "--output", str(tmp_path / "run")])
-    assert result.exit_code == 0, result.output
-    assert "step 4: " in result.output
-    model = jspec.load(tmp_path / "run")
+        (folder / f"{name}.en").write_text("\n".join(words) + "\n")
+        (folder / f"{name}.de").write_text("\n".join(w.upper() for w in words) + "\n")
+    shared = {
+        "data": {
+            name: {"format": "parallel", "source": f"{part}.en", "target": f"{part}.de"}
+            for name, part in (("train", "train"), ("validation", "val"))
+        },
+        "batching": {"batch_size": 8, "buckets": 1},
+        "training": {"steps": 4},
+    }
+    target = {
+        "architecture": {key: value for key, value in ARCHITECTURE.items() if key != "vocab_size"},
+        "tokenizer": {"vocab_size": 60},
+    }
+    drafter = {"target": str(folder / "target"), "drafter": {"layers": [0]}}
+    for name, settings in (("target", target), ("drafter", drafter)):
+        (folder / f"{name}.yaml").write_text(json.dumps(settings | shared))  # JSON is YAML
+    code, out, err = say("finetune", *arguments(folder, "target"))
+    assert code == 0, err
+    return folder, out
+
+
+def arguments(folder, name):
+    return "--config", folder / f"{name}.yaml", "--data", folder, "--output", folder / name
+
+
+def test_text_gets_a_tokenizer_of_its_own(spoken):
+    folder, out = spoken
+    assert "step 4: " in out
+    assert out.splitlines()[-1] == str(folder / "target")
+    model = jspec.load(folder / "target")
     assert model.tokenizer is not None
     assert model.lm.config.vocab_size == model.vocab_size == len(model.tokenizer.vocabulary)
+    assert (model.eos, model.decoder_start) == ((1,), (0,))
     assert isinstance(jspec.generate(model, "ab cd", max_new_tokens=3).texts[0], str)
-    again = runner.invoke(command.app, ["finetune", *arguments, "--output", str(tmp_path / "x.yaml" / "run")])
-    assert isinstance(again.exception, OSError)
-    assert "output: cannot write to" in str(again.exception)
+
+
+def test_the_command_line_distils(spoken, say):
+    folder, _ = spoken
+    code, out, err = say("distill", *arguments(folder, "drafter"))
+    assert code == 0, err
+    assert "alpha_1" in out
+    target, drafter = (jspec.load(folder / name) for name in ("target", "drafter"))
+    assert drafter.vocabulary == target.vocabulary
+    assert drafter.decoder_start == target.decoder_start
+
+
+def test_what_a_user_can_mend_is_one_line_on_standard_error(tmp_path, say):
+    (tmp_path / "x.yaml").write_text("drafter: {layers: [0]}\ntraining: {steps: 1}\nlos: jsd\n")
+    for name, message in (("x", "los: unknown key"), ("y", "config: no such file: ")):
+        code, out, err = say("distill", "--config", tmp_path / f"{name}.yaml")
+        assert (code, out) == (1, "")
+        assert err.startswith("error: ")
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_a_tokenizer_that_was_cut_off_is_made_again(spoken, tmp_path, monkeypatch):
+    """Killed between its two files, and while the model was described."""
+    folder, _ = spoken
+    settings = config.load(folder / "target.yaml", finetune.Finetune)
+    corpus = recipe.read(settings.data, folder)
+    output = tmp_path / "run"
+    replace, calls = recipe.os.replace, []
+
+    class Killed(BaseException):
+        pass
+
+    def die(path, place):
+        calls.append(Path(place).name)
+        if calls[-1] == killed:
+            raise Killed
+        replace(path, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.os, "replace", die)
+        patch.setattr(Path, "replace", lambda path, place: die(path, place))
+        for name in ("tokenizer.json", "model.json"):
+            killed = name
+            with pytest.raises(Killed):
+                finetune.run(settings, corpus, output)
+            assert not (output / "model.json").exists()
+        patch.setattr(finetune, "fit", lambda *arguments, **options: None)
+        killed, calls[:] = None, []
+        with pytest.raises(FileNotFoundError):  # nothing was trained
+            finetune.run(settings, corpus, output)
+        assert calls[-1] == "model.json"
+        assert calls.count("tokenizer.json") == 1  # described, not trained again
+        calls.clear()
+        with pytest.raises(FileNotFoundError):
+            finetune.run(settings, corpus, output)
+        assert calls == []  # nothing is written again
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.json"):
+        assert (output / name).read_bytes() == (folder / "target" / name).read_bytes()
+
+
+def test_a_decoder_is_trained_on_the_prompts_that_it_gets(tmp_path, monkeypatch):
+    """From scratch, text in, text out."""
+    lm, _ = tiny_decoder(num_layers=1, width=16)
+    values = {**dataclasses.asdict(lm.config), "kind": "decoder", "rotary": {"rope_theta": 100.0}}
+    del values["vocab_size"]
+    given = {"architecture": values, "batching": BATCHING, "training": training(1)}
+    with pytest.raises(ValueError, match=r"tokenizer\.append_end: expected false for a decoder"):
+        finetune.Finetune(**given, tokenizer=TokenizerConfig(vocab_size=60))
+    records = [Record("ab cd", "CD ab"), Record("cd", "ab")]
+    settings = finetune.Finetune(**given, tokenizer=TokenizerConfig(vocab_size=60, append_end=False))
+    seen = []
+    monkeypatch.setattr(finetune, "fit", lambda params, objective, source, *rest, **_: seen.append(source))
+    with pytest.raises(FileNotFoundError):
+        finetune.run(settings, recipe.Corpus(records, records), tmp_path / "run")
+    batch = seen[0](0, None)
+    spoken = from_folder(tmp_path / "run")
+    texts = []
+    for row in np.flatnonzero(batch.weights.any(1)):
+        first = int(np.flatnonzero(batch.weights[row])[0]) + 1
+        texts.append(batch.tokens[row, :first].tolist())
+    assert sorted(texts) == sorted(spoken.encode(record.source) for record in records)
+    wrong = save(build(["ab cd"], 20), tmp_path / "wrong")
+    with pytest.raises(ValueError, match="tokenizer: expected one that puts no end token"):
+        recipe.encode(records, wrong, encoder=False, limits=data.Limits(), name="train")
 
 
 def test_wrong_finetuning_settings(tmp_path):
-    settings = {"architecture": ARCHITECTURE, "training": training(1)}
+    settings = {"architecture": ARCHITECTURE, **IDS, "training": training(1)}
     with pytest.raises(ValueError, match="expected one of checkpoint and architecture"):
         finetune.Finetune(**settings, checkpoint="x")
     with pytest.raises(ValueError, match="tokenizer: expected none with a checkpoint"):
         finetune.Finetune(checkpoint="x", tokenizer=TokenizerConfig(), training=training(1))
+    with pytest.raises(ValueError, match="eos: expected none with a checkpoint"):
+        finetune.Finetune(checkpoint="x", eos=1, training=training(1))
+    for name in IDS:
+        wrong = finetune.Finetune(**settings | {name: None})
+        with pytest.raises(ValueError, match=f"{name}: expected the id of "):
+            finetune.run(wrong, CORPUS, tmp_path / "run")
     for change, message in (
         ({"widht": 3}, "architecture: unknown key 'widht'"),
         ({"kind": "encoder"}, r"architecture\.kind: expected one of decoder, encoder-decoder, got 'encoder'"),
@@ -249,6 +392,23 @@ def test_evaluation_equals_a_law_by_law_computation(finetuned):
     assert found["tau_0.5"] == pytest.approx(acceptance.tau(found["alpha_0.5"], 3))
 
 
+def test_padding_is_no_part_of_a_law():
+    """Logits beyond the vocabulary, large ones, as an untrained head may have them."""
+    laws = np.random.default_rng(1).dirichlet(np.ones(VOCAB), (2, VOCAB))
+    models_ = [table_lm(law) for law in laws]
+    wide = []
+    for _, logits in models_:
+        padded = np.full((VOCAB + 3, VOCAB + 3), 9.0, np.float32)
+        padded[:VOCAB, :VOCAB] = logits
+        wide.append((table_lm(np.eye(VOCAB + 3))[0], jax.numpy.asarray(padded)))
+    batches = recipe.held_out(EXAMPLES[:8], BATCHING, training(1), ())
+    plain = acceptance.simulate(*models_[0], *models_[1], batches)
+    assert acceptance.simulate(*wide[0], *wide[1], batches, width=VOCAB) == pytest.approx(plain, rel=1e-5)
+    assert acceptance.simulate(*wide[0], *wide[1], batches)["alpha_1"] > plain["alpha_1"] + 0.1
+    alone = acceptance.validate(*models_[1], batches)
+    assert acceptance.validate(*wide[1], batches, width=VOCAB) == pytest.approx(alone, rel=1e-5)
+
+
 def test_on_policy_distillation_resumes_exactly(finetuned, tmp_path, monkeypatch):
     """Interrupted within a phase, after its checkpoint: the text that the drafter wrote is on the disk."""
     target, _, _ = finetuned
@@ -268,23 +428,105 @@ def test_on_policy_distillation_resumes_exactly(finetuned, tmp_path, monkeypatch
         distill.run(settings, CORPUS, tmp_path / "run", **options)
     monkeypatch.undo()
     written = sorted(path.name for path in (tmp_path / "run" / "text").iterdir())
-    assert written == ["drafter_0_00000000.json", "drafter_0_00000008.json"]
+    assert written == ["drafter_2_00000000.json", "drafter_2_00000008.json"]
     shutil.copytree(tmp_path / "run", tmp_path / "robbed")
     again = distill.run(settings, CORPUS, tmp_path / "run", **options)
     jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
-    (tmp_path / "robbed" / "text" / written[1]).unlink()
-    with pytest.raises(FileNotFoundError, match=r"drafter_0_00000008\.json: the drafter's text.* is gone"):
+    # What could not be gone on with any more when the last text was written: from checkpoints 20 and 30.
+    left = sorted(path.name for path in (tmp_path / "run" / "text").iterdir())
+    assert left == [f"drafter_2_{begun:08d}.json" for begun in (16, 24, 32)]
+    text_of_phase = tmp_path / "robbed" / "text" / written[1]
+    stored = json.loads(text_of_phase.read_text())
+    text_of_phase.write_text(json.dumps(stored | {"rows": stored["rows"][::-1]}))
+    with pytest.raises(ValueError, match=r"drafter_2_00000008\.json: expected the drafter's text of "):
+        distill.run(settings, CORPUS, tmp_path / "robbed", **options)
+    text_of_phase.unlink()
+    with pytest.raises(FileNotFoundError, match=r"drafter_2_00000008\.json: the drafter's text.* is gone"):
         distill.run(settings, CORPUS, tmp_path / "robbed", **options)
 
 
-def test_adaspec_filters_with_a_reference(finetuned, distilled, tmp_path):
+def test_two_texts_of_the_drafter_do_not_mix(tmp_path, monkeypatch):
+    """Same seed, same steps; one is greedy. Each is on the disk, and read back as its own."""
+    target = jspec.Model(*table_lm(np.full((VOCAB, VOCAB), 1 / VOCAB)), eos=(END,))
+
+    def written(model, examples, writing, temperature, seed, **_):
+        return [Example(e.source, [3 + int(temperature), END]) for e in examples]
+
+    sources = [
+        text.Source(text="drafter", temperature=temperature, examples=16, every=8)
+        for temperature in (0.0, 1.0)
+    ]
+    for write in (written, None):
+        monkeypatch.setattr(text, "answered", write)
+        texts = text.Texts(
+            sources,
+            EXAMPLES,
+            target,
+            target,
+            tmp_path / "text",
+            writing=text.Writing(8, 16, tmp_path),
+            batching=BATCHING,
+            training=training(40),
+        )
+        batches = [texts.batch(step, target.params) for step in range(2)]
+        tokens = [sorted({*batch.labels[batch.weights > 0].tolist()}) for batch in batches]
+        assert sorted(tokens) == [[END, 3], [END, 4]]
+    assert len(list((tmp_path / "text").iterdir())) == 2
+
+
+def test_adaspec_learns_where_the_drafter_is_furthest_behind_its_reference():
+    """Three Markov chains; a token of the text is a row of the drafter's params, and its gradient's."""
+    laws = np.random.default_rng(0).dirichlet(np.ones(VOCAB), (3, VOCAB))
+    (target, p), (drafter, q), (reference, r) = map(table_lm, laws)
+    answers = [[5, 6, 7, 8, 9, 10], [12, 13, 14]]
+    batch = Batches([Example([4], answers[0]), Example([11], answers[1])], batch_size=2)[0]
+    divergence = distill.Divergence(
+        target, drafter, losses.named("forward_kl"), 0.0, VOCAB, reference, keep=0.4
+    )
+    loss, gradient = jax.value_and_grad(divergence, has_aux=True)(
+        q, {"target": p, "reference": r}, batch, jax.random.key(0)
+    )
+    kl = (laws[0] * np.log(laws[0] / laws[1])).sum(1)
+    behind = kl - (laws[0] * np.log(laws[0] / laws[2])).sum(1)
+    before = [[4, *answers[0][:-1]], [11, *answers[1][:-1]]]  # the tokens whose successors are learned
+    every = sorted((token for row in before for token in row), key=lambda token: -behind[token])
+    chosen = set(every[:4])  # round(0.4 * 9)
+    means = [np.mean([kl[token] for token in row if token in chosen]) for row in before if chosen & {*row}]
+    assert float(loss[0]) == pytest.approx(np.mean(means), rel=1e-5)
+    assert {*np.flatnonzero(np.asarray(gradient).any(1)).tolist()} == chosen
+
+
+def test_a_reference_is_an_input_of_the_run(finetuned, distilled, tmp_path):
     chosen = distill.Filter(reference=str(distilled[1]), keep=0.5)
-    settings = settings_of(token_filter=chosen, loss="forward_kl", training=training(12))
+    settings = settings_of(token_filter=chosen, loss="forward_kl", training=training(2))
     distill.run(settings, CORPUS, tmp_path / "run", target=finetuned[0])
-    found = losses_of(tmp_path / "run")
-    assert np.isfinite(found).all()
-    assert found[-1] < found[0]
+    assert np.isfinite(losses_of(tmp_path / "run")).all()
+    inputs = json.loads((tmp_path / "run" / "inputs.json").read_text())
+    model = distilled[0]
+    assert inputs["reference"] == recipe.model_fingerprint(model.lm.config, model.params)
+    assert inputs.keys() == {"recipe", "train", "validation", "target", "reference"}
+    with pytest.raises(ValueError, match="accumulate: expected 1 with a token_filter, got 2"):
+        settings_of(token_filter=chosen, training=training(2, accumulate=2))
+
+
+def test_a_drafter_from_a_checkpoint_ends_answers_as_the_target_does(finetuned, distilled):
+    target = dataclasses.replace(finetuned[0], eos=(END, 2), decoder_start=(3,))
+    given = distill.Drafter(checkpoint=str(distilled[1]))
+    drafter = distill._start(given, target, 0, distilled[0])
+    assert (drafter.eos, drafter.decoder_start) == (target.eos, target.decoder_start)
+    assert drafter.params is distilled[0].params
+    decoder = jspec.Model(*table_lm(np.full((VOCAB, VOCAB), 1 / VOCAB)), eos=(END,))
+    with pytest.raises(ValueError, match=r"drafter\.checkpoint: .*kind, decoder, got encoder-decoder"):
+        distill.run(settings_of(drafter=given), CORPUS, distilled[1] / "x", target=decoder)
+
+
+def test_precision_is_part_of_a_fingerprint():
+    exact = {"a": jax.numpy.arange(6.0), "b": jax.numpy.ones((2, 2), int)}
+    rounded = exact | {"a": exact["a"].astype("bfloat16")}
+    found = [recipe.model_fingerprint("model", params) for params in (exact, rounded)]
+    assert found[0] == "c9432a221a14d4bc"  # as long as there are runs: their inputs.json hold such numbers
+    assert found[1] != found[0]
 
 
 def test_a_drafter_of_the_target_s_layers():
@@ -347,15 +589,3 @@ def test_what_cannot_be_distilled(finetuned, tmp_path):
         text.Source(text="drafter")
     with pytest.raises(ValueError, match="every: expected None"):
         text.Source(text="target", every=3)
-
-
-def test_the_command_line_distils(finetuned, tmp_path):
-    """Refusals are one line on standard error, with exit code 1."""
-    (tmp_path / "x.yaml").write_text("drafter: {layers: [0]}\ntraining: {steps: 1}\nlos: jsd\n")
-    runner = typer.testing.CliRunner()
-    result = runner.invoke(command.app, ["distill", "--config", str(tmp_path / "x.yaml")])
-    assert isinstance(result.exception, ValueError)
-    assert "los: unknown key" in str(result.exception)
-    result = runner.invoke(command.app, ["distill", "--config", str(tmp_path / "y.yaml")])
-    assert isinstance(result.exception, FileNotFoundError)
-    assert metrics.read(tmp_path / "none.jsonl") == []

@@ -39,23 +39,30 @@ def _means(sums: Callable[[Any], dict[str, Array]], batches: Sequence[Any]) -> d
     return {name: value / positions for name, value in total.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("lm", "dtype"))
-def _fit_sums(params: PyTree, batch: PyTree, *, lm: LanguageModel, dtype: str) -> dict[str, Array]:
-    q = forward.logits(lm, models.cast(params, dtype), batch)
+@functools.partial(jax.jit, static_argnames=("lm", "width", "dtype"))
+def _fit_sums(
+    params: PyTree, batch: PyTree, *, lm: LanguageModel, width: int | None, dtype: str
+) -> dict[str, Array]:
+    q = forward.logits(lm, models.cast(params, dtype), batch)[..., :width]
     right = (q.argmax(-1) == batch.labels).astype(jnp.float32)
     loss = losses.cross_entropy(None, q, batch.labels)
     return _mean({"validation_loss": loss, "accuracy": right}, batch.weights)
 
 
 def validate(
-    lm: LanguageModel, params: PyTree, batches: Sequence[Any], *, dtype: str = "float32"
+    lm: LanguageModel,
+    params: PyTree,
+    batches: Sequence[Any],
+    *,
+    width: int | None = None,
+    dtype: str = "float32",
 ) -> dict[str, float]:
     """``validation_loss`` (cross-entropy) and ``accuracy`` (of the first choice), means over positions: for a
-    model without a target beside it."""
-    return _means(lambda batch: _fit_sums(params, batch, lm=lm, dtype=dtype), batches)
+    model without a target beside it. ``width`` as for `simulate`."""
+    return _means(lambda batch: _fit_sums(params, batch, lm=lm, width=width, dtype=dtype), batches)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "drafter", "temperatures", "dtype"))
+@functools.partial(jax.jit, static_argnames=("target", "drafter", "width", "temperatures", "dtype"))
 def _sums(
     target_params: PyTree,
     drafter_params: PyTree,
@@ -63,12 +70,13 @@ def _sums(
     *,
     target: LanguageModel,
     drafter: LanguageModel,
+    width: int | None,
     temperatures: tuple[float, ...],
     dtype: str,
 ) -> dict[str, Array]:
     p = forward.logits(target, target_params, batch)
     q = forward.logits(drafter, models.cast(drafter_params, dtype), batch)
-    width = min(p.shape[-1], q.shape[-1])
+    width = min(p.shape[-1], q.shape[-1]) if width is None else width
     p, q = p[..., :width], q[..., :width]
     values = {
         "validation_loss": losses.cross_entropy(None, q, batch.labels),
@@ -86,6 +94,7 @@ def simulate(
     drafter_params: PyTree,
     batches: Sequence[Any],
     *,
+    width: int | None = None,
     gamma: int = 5,
     temperatures: tuple[float, ...] = (1.0,),
     dtype: str = "float32",
@@ -93,6 +102,8 @@ def simulate(
     """Acceptance on the target positions of ``batches``, one number a position with equal weight.
 
     Args:
+      width: tokens of the vocabulary. Logits from there on are padding, which decoding never emits and
+        distillation never trains, and no part of a law. None: as many as both models have logits.
       gamma: drafted tokens a round, for tau.
       temperatures: > 0, of both laws; what greedy decoding would do is always among the results.
       dtype: the drafter's forward computes in; the target's is that of its params.
@@ -112,6 +123,7 @@ def simulate(
             batch,
             target=target,
             drafter=drafter,
+            width=width,
             temperatures=temperatures,
             dtype=dtype,
         )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
 from orbax.checkpoint import v1 as ocp
 
 from jspec.io import orbax
 from jspec.types import PyTree
+from training import hosts
 
 policies = ocp.training.preservation_policies
 
@@ -26,11 +27,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, best: bool) -> None:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
-        complete = orbax.complete_steps(self.folder)
-        if jax.process_index() == 0:
-            for path in self.folder.iterdir():
-                if path.is_dir() and path.name not in map(str, complete):
-                    shutil.rmtree(path)
+        hosts.on_first(self._clear)
         preserved: Any = policies.LatestN(n=keep)
         if best:
             lowest = policies.BestN(
@@ -38,6 +35,12 @@ class Checkpoints:
             )
             preserved = policies.AnyPreservationPolicy([preserved, lowest])
         self._checkpointer = ocp.training.Checkpointer(str(self.folder), preservation_policy=preserved)
+
+    def _clear(self) -> None:
+        complete = orbax.complete_steps(self.folder)
+        for path in self.folder.iterdir():
+            if path.is_dir() and path.name not in map(str, complete):
+                shutil.rmtree(path)
 
     def latest(self) -> int | None:
         """The newest complete checkpoint's step."""
@@ -75,8 +78,9 @@ class Checkpoints:
         return loaded["params"], loaded["rest"]
 
     def close(self) -> None:
-        """Release what orbax holds."""
-        self._checkpointer.close()
+        """Release what orbax holds. A save that failed was told by `save`; orbax would tell it again."""
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
 
 
 def _validation_loss(metrics: PyTree) -> float:

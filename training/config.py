@@ -10,10 +10,12 @@ import yaml
 
 Count = Annotated[int, pydantic.Field(ge=1)]
 Fraction = Annotated[float, pydantic.Field(ge=0, le=1)]
+Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]  # of a running mean
 
 
 class Strict(pydantic.BaseModel):
-    """Base of all settings: unknown keys are refused, values are hashable and never change."""
+    """Base of all settings: unknown keys are refused, and what was read is not assigned to. Settings without
+    dicts among them are hashable."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
@@ -21,9 +23,10 @@ class Strict(pydantic.BaseModel):
 class Optimizer(Strict):
     """AdamW (arXiv 1711.05101) or Adafactor (arXiv 1804.04235), a schedule, and clipping by global norm.
 
-    The learning rate rises linearly from 0 over ``warmup_steps``, and then stays, falls to
-    ``final_fraction`` of itself at the last step ("linear", "cosine"), or falls as
-    ``sqrt(warmup_steps / step)`` ("inverse_sqrt"). Weight decay spares vectors (norms and biases).
+    The learning rate rises linearly to its peak at step ``warmup_steps`` (counted from 1; no step is at rate
+    0), and then stays, falls towards ``final_fraction`` of itself, which it would reach one step after the
+    last ("linear", "cosine"), or falls as ``sqrt(warmup_steps / step)`` ("inverse_sqrt"). Weight decay, at
+    the learning rate's pace with either optimizer, spares vectors (norms and biases).
     """
 
     name: Literal["adamw", "adafactor"] = "adamw"
@@ -32,8 +35,8 @@ class Optimizer(Strict):
     warmup_steps: Annotated[int, pydantic.Field(ge=0)] = 0
     final_fraction: Fraction = 0.0
     weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.0
-    b1: Fraction = 0.9  # AdamW's
-    b2: Fraction = 0.999
+    b1: Decay = 0.9  # AdamW's
+    b2: Decay = 0.999
     clip_norm: Annotated[float, pydantic.Field(gt=0)] | None = 1.0
 
 
@@ -42,7 +45,7 @@ class Training(Strict):
 
     ``accumulate`` splits a batch into that many micro-batches, one after the other in memory.
     ``rematerialise`` keeps only the layers' inputs for the backward pass. ``best`` hands out the checkpoint
-    with the lowest validation loss instead of the last one.
+    with the lowest validation loss, the cross-entropy of labels whatever is trained, instead of the last one.
     """
 
     steps: Count
@@ -62,6 +65,9 @@ class Training(Strict):
     def _consistent(self) -> Training:
         if self.best and self.evaluate_every is None:
             raise ValueError("best: expected evaluate_every with it, got None")
+        if self.optimizer.warmup_steps > self.steps:
+            warmup = self.optimizer.warmup_steps
+            raise ValueError(f"optimizer.warmup_steps: expected at most {self.steps} (steps), got {warmup}")
         return self
 
     def evaluates(self, step: int) -> bool:

@@ -8,7 +8,6 @@ each time. Few shapes occur, because every shape of a batch is one compilation o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -83,12 +82,13 @@ def encode(
     """Token ids of every record, as decoding will see them.
 
     Args:
-      encoder: the sources go through an encoder and keep the end token that the tokenizer gives them; a
-        prompt of a decoder-only model has none.
+      encoder: the sources go through an encoder and keep the end token that the tokenizer gives them, also
+        where they are cut.
       limits: None: any length.
       chat: a source is a user's message, put into the chat template (decoder-only).
     Raises:
-      ValueError: nothing is left; a tokenizer without end token; ``chat`` with an encoder.
+      ValueError: nothing is left; a tokenizer without end token, or one that puts it behind the prompts of a
+        decoder; ``chat`` with an encoder.
     """
     limits = limits or Limits()
     if chat and encoder:
@@ -97,6 +97,11 @@ def encode(
         raise ValueError("tokenizer: expected one with an end token, got none")
     declared = tokenizer.backend.eos_token_id
     end = declared if declared in tokenizer.eos else tokenizer.eos[0]
+    if not encoder and not chat and tokenizer.encode("a")[-1:] == [end]:
+        raise ValueError(
+            "tokenizer: expected one that puts no end token behind a decoder's prompt, from which the answer "
+            "goes on (append_end: false)"
+        )
     begin = {tokenizer.bos, tokenizer.backend.bos_token_id} - {None}
     examples: list[Example] = []
     number = dict.fromkeys(Counts._fields, 0)
@@ -106,8 +111,8 @@ def encode(
         else:
             source = tokenizer.encode(record.source)
             tail = [end] if encoder and source[-1:] == [end] else []
-            source = source[:-1] if source[-1:] == [end] else source
-        target = tokenizer.encode(record.target)
+            source = source[: len(source) - len(tail)]
+        target = tokenizer.encode_target(record.target)
         target = target[1:] if target and target[0] in begin else target
         target = target[:-1] if target[-1:] == [end] else target
         if not source or not target or not set(tokenizer.eos).isdisjoint(target):
@@ -139,8 +144,8 @@ def encode(
 # --- batches ----------------------------------------------------------------------------------------
 
 
-def _permutation(size: int, *seed: int) -> Int[np.ndarray, " size"]:
-    """Drawn from the raw bits, which stay the same in every version of numpy."""
+def permutation(size: int, *seed: int) -> Int[np.ndarray, " size"]:
+    """Of 0 .. size - 1, from the raw bits, which stay the same in every version of numpy."""
     return np.argsort(np.random.PCG64(seed).random_raw(size), kind="stable")
 
 
@@ -170,7 +175,6 @@ class Batches:
       multiple: chosen widths are multiples of it.
       rows_multiple: rows of a batch are a multiple of it (devices, micro-batches).
       seed, shuffle: of the order, which without ``shuffle`` is the same in every epoch.
-      process_index, process_count: with several hosts, each gets its slice of the rows of every batch.
     Attributes:
       steps_per_epoch: batches that hold every example once.
       buckets: the shapes that occur.
@@ -197,18 +201,12 @@ class Batches:
         rows_multiple: int = 1,
         seed: int = 0,
         shuffle: bool = True,
-        process_index: int = 0,
-        process_count: int = 1,
     ) -> None:
-        if not 0 <= process_index < process_count:
-            raise ValueError(f"process_index: expected 0 .. {process_count - 1}, got {process_index}")
         needed = widths(examples, decoder_start)
         edges = choose_edges(needed, buckets, multiple) if isinstance(buckets, int) else buckets
-        rows_multiple = math.lcm(rows_multiple, process_count)
         self.buckets = make_buckets(needed, edges, batch_size, max_tokens, rows_multiple)
         self._examples, self._decoder_start = examples, list(decoder_start)
         self._seed, self._shuffle = seed, shuffle
-        self._process_index, self._process_count = process_index, process_count
         self._bucket_of = (needed[:, None] <= np.array(edges)[None]).all(-1).argmax(1)
         self._epoch = 0, self._plan(0)
         self.steps_per_epoch = len(self._epoch[1])
@@ -217,7 +215,7 @@ class Batches:
         """The batches of an epoch: bucket and examples. Their number is the same for every epoch, because
         it follows from the sizes of the buckets."""
         count = len(self._examples)
-        order = _permutation(count, self._seed, epoch, 0) if self._shuffle else np.arange(count)
+        order = permutation(count, self._seed, epoch, 0) if self._shuffle else np.arange(count)
         in_order = self._bucket_of[order]
         left, plan = order[:0], []
         for i, bucket in enumerate(self.buckets):
@@ -227,7 +225,7 @@ class Batches:
             plan += [(bucket, mine[at : at + bucket.rows]) for at in range(0, end, bucket.rows)]
             left = mine[end:]
         if self._shuffle:
-            plan = [plan[i] for i in _permutation(len(plan), self._seed, epoch, 1)]
+            plan = [plan[i] for i in permutation(len(plan), self._seed, epoch, 1)]
         return plan
 
     def _at(self, step: int) -> tuple[Bucket, Int[np.ndarray, " n"]]:
@@ -245,8 +243,7 @@ class Batches:
         bucket, indices = self._at(step)
         padded = np.full(bucket.rows, -1, np.int64)
         padded[: len(indices)] = indices
-        share = bucket.rows // self._process_count
-        return padded[self._process_index * share : (self._process_index + 1) * share]
+        return padded
 
     def __getitem__(self, step: int) -> Batch:
         bucket, _ = self._at(step)
@@ -280,10 +277,8 @@ class Mixture:
     (`choose_edges` over all examples) share their compilations.
 
     Args:
-      parts: `Batches`.
+      parts: sequences of batches.
       weights: shares of the steps, > 0; they need not sum to 1.
-    Attributes:
-      steps_per_epoch: steps in which every part is gone through about once, or more often.
 
     >>> examples = [Example([7, 1], [3, 1])]
     >>> part = Batches(examples, batch_size=1)
@@ -297,10 +292,6 @@ class Mixture:
         self.parts = tuple(parts)
         # Share of part i among what parts 0 .. i - 1 leave, so that counts follow in closed form.
         self._shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
-        self.steps_per_epoch = max(
-            math.ceil(part.steps_per_epoch * sum(weights) / weight)
-            for part, weight in zip(parts, weights, strict=True)
-        )
 
     def _taken(self, steps: int) -> list[int]:
         """How many of the first ``steps`` steps each part has had."""

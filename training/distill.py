@@ -82,6 +82,10 @@ class Distill(Strict):
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Distill:
         losses.named(self.loss, **self.loss_arguments)
+        if self.token_filter is not None and self.training.accumulate > 1:
+            # The filter's share is one of the whole batch, of which a micro-batch knows nothing.
+            got = self.training.accumulate
+            raise ValueError(f"training.accumulate: expected 1 with a token_filter, got {got}")
         return self
 
 
@@ -143,26 +147,33 @@ def run(
       OSError, FloatingPointError: see `training.loop.fit`.
     """
     output = Path(output)
-    if target is None:
-        if config.target is None:
-            raise ValueError("target: expected a checkpoint or a run's folder, got none")
-        with parallel.on_host(mesh):
-            target = load(config.target, config.training.dtype)
+    settings = config.training
+    drafter = reference = None
+    with parallel.on_host(mesh):
+        if target is None:
+            if config.target is None:
+                raise ValueError("target: expected a checkpoint or a run's folder, got none")
+            target = load(config.target, settings.dtype)
+        if config.drafter.checkpoint is not None:
+            drafter = load(config.drafter.checkpoint)
+        if config.token_filter is not None:
+            reference = load(config.token_filter.reference)
     inputs = {
         "recipe": "distill",
         "train": recipe.text_fingerprint(corpus.train),
         "validation": recipe.text_fingerprint(corpus.validation),
-        "target": recipe.model_fingerprint(target.lm.config, target.params),
     }
+    for name, model in (("target", target), ("drafter", drafter), ("reference", reference)):
+        if model is not None:
+            inputs[name] = recipe.model_fingerprint(model.lm.config, model.params)
+    for name, model in (("drafter.checkpoint", drafter), ("token_filter.reference", reference)):
+        if model is not None:
+            recipe.check_kind(name, target, model)
+            recipe.check_vocabulary(name, target, model)
     if recipe.open_folder(output, config, inputs):
         return load(output, mesh=mesh)
-    settings = config.training
     with parallel.on_host(mesh):
-        drafter = _start(config.drafter, target, settings.seed)
-        reference = None if config.token_filter is None else load(config.token_filter.reference)
-    for name, model in (("drafter", drafter), ("token_filter.reference", reference)):
-        if model is not None:
-            recipe.check_vocabulary(name, target, model)
+        drafter = _start(config.drafter, target, settings.seed, drafter)
     recipe.describe(output, drafter)
     target = recipe.on_mesh(mesh, target)
     encode = functools.partial(
@@ -185,6 +196,7 @@ def run(
         batching=config.batching,
         training=settings,
         mesh=mesh,
+        console=console,
     )
     validation = encode(corpus.validation[: config.validation_examples], name="validation")
     frozen = {"target": target.params}
@@ -206,21 +218,23 @@ def run(
         settings,
         output,
         frozen=frozen,
-        evaluate=_evaluation(config, target, drafter, validation, writing, mesh),
+        evaluate=_evaluation(config, target, drafter, validation, writing, mesh, console),
         shardings=recipe.shardings(mesh, drafter),
         console=console,
     )
     return load(output, mesh=mesh)
 
 
-def _start(config: Drafter, target: Model, seed: int) -> Model:
-    """The drafter before the first step; it speaks as the target does."""
-    if config.checkpoint is not None:
-        drafter = load(config.checkpoint)
-        if bool(drafter.decoder_start) != bool(target.decoder_start):
-            kinds = [("decoder", "encoder-decoder")[bool(m.decoder_start)] for m in (target, drafter)]
-            raise ValueError(f"drafter: expected a model of the target's kind, {kinds[0]}, got {kinds[1]}")
-        return dataclasses.replace(drafter, tokenizer=drafter.tokenizer or target.tokenizer)
+def _start(config: Drafter, target: Model, seed: int, loaded: Model | None) -> Model:
+    """The drafter before the first step, ``loaded`` where it is a checkpoint; it begins and ends answers as
+    the target does."""
+    if loaded is not None:
+        return dataclasses.replace(
+            loaded,
+            tokenizer=loaded.tokenizer or target.tokenizer,
+            eos=target.eos,
+            decoder_start=target.decoder_start,
+        )
     if config.layers is not None:
         architecture, params = init.subset(
             target.lm.config, target.params, config.layers, config.encoder_layers
@@ -241,11 +255,15 @@ def _evaluation(
     validation: list[Example],
     writing: Writing,
     mesh: Mesh | None,
+    console: rich.console.Console | None,
 ) -> Callable[[PyTree], dict[str, float]]:
     """Acceptance as it would be, from params."""
     written = config.evaluation_text == "target"
     if written:  # a seed of its own: training may see the same sources
-        sets = [answered(target, validation, writing, t, EVALUATION_SEED) for t in (0.0, 1.0)]
+        sets = [
+            answered(target, validation, writing, temperature, EVALUATION_SEED, console=console)
+            for temperature in (0.0, 1.0)
+        ]
     else:
         sets = [validation]
     shapes = (config.batching, config.training, target.decoder_start)
@@ -259,6 +277,7 @@ def _evaluation(
                 drafter.lm,
                 params,
                 batches,
+                width=min(target.vocab_size, drafter.vocab_size),
                 gamma=config.gamma,
                 dtype=config.training.dtype,
             )

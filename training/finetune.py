@@ -20,23 +20,30 @@ from jspec.io import orbax
 from jspec.io.tokenizer import Tokenizer, from_folder
 from jspec.models.layers import Dropout
 from jspec.types import LanguageModel, PyTree
-from training import acceptance, forward, init, losses, recipe
+from training import acceptance, forward, hosts, init, losses, recipe
 from training.config import Batching, Count, Strict, Training
 from training.data import Limits, Record
 from training.loop import fit
+from training.tokenizer import FILE as TOKENIZER
 from training.tokenizer import TokenizerConfig
 from training.tokenizer import train as train_tokenizer
+
+Token = Annotated[int, pydantic.Field(ge=0)]
 
 
 class Finetune(Strict):
     """A model (``checkpoint``: a Hub id or folder; or ``architecture``, from scratch), a corpus, a loop.
 
     ``architecture`` holds ``kind`` (encoder-decoder or decoder) and the fields of `Seq2SeqConfig` or
-    `DecoderConfig`; its ``vocab_size`` may be left to the tokenizer, which is trained on the corpus.
+    `DecoderConfig`; its ``vocab_size`` may be left to the tokenizer, which is trained on the corpus. Without
+    tokenizer it takes ``eos``, the token that ends an answer, and beside an encoder ``decoder_start``, which
+    the decoder begins with (default: the tokenizer's padding, as for T5).
     """
 
     checkpoint: str | None = None
     architecture: dict[str, Any] | None = None
+    eos: Token | None = None
+    decoder_start: Token | None = None
     tokenizer: TokenizerConfig | None = None
     data: recipe.Data | None = None
     limits: Limits = Limits()
@@ -50,8 +57,14 @@ class Finetune(Strict):
     def _consistent(self) -> Finetune:
         if (self.checkpoint is None) == (self.architecture is None):
             raise ValueError("expected one of checkpoint and architecture")
-        if self.checkpoint is not None and self.tokenizer is not None:
-            raise ValueError("tokenizer: expected none with a checkpoint, which has its own")
+        for name in ("tokenizer", "eos", "decoder_start"):
+            if self.checkpoint is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: expected none with a checkpoint, which has its own")
+        decoder = (self.architecture or {}).get("kind") == "decoder"
+        if decoder and self.tokenizer is not None and self.tokenizer.append_end:
+            raise ValueError(
+                "tokenizer.append_end: expected false for a decoder, whose answer goes on from its prompt"
+            )
         return self
 
 
@@ -101,10 +114,16 @@ def run(
         "validation": recipe.text_fingerprint(corpus.validation),
         "tokenizer": tokenizer and recipe.text_fingerprint(tokenizer.vocabulary.tokens),
     }
+    model = None
+    if config.checkpoint is not None:
+        with parallel.on_host(mesh):
+            model = load(config.checkpoint)
+        inputs["checkpoint"] = recipe.model_fingerprint(model.lm.config, model.params)
     if recipe.open_folder(output, config, inputs):
         return load(output, mesh=mesh)
-    with parallel.on_host(mesh):
-        model = _start(config, corpus, output, tokenizer)
+    if model is None:
+        with parallel.on_host(mesh):
+            model = _from_scratch(config, corpus, output, tokenizer)
     recipe.describe(output, model)
     settings = config.training
     encode = functools.partial(
@@ -124,31 +143,48 @@ def run(
         lambda step, params: train[step],
         settings,
         output,
-        evaluate=lambda params: acceptance.validate(model.lm, params, held_out, dtype=settings.dtype),
+        evaluate=lambda params: acceptance.validate(
+            model.lm, params, held_out, width=model.vocab_size, dtype=settings.dtype
+        ),
         shardings=recipe.shardings(mesh, model),
         console=console,
     )
     return load(output, mesh=mesh)
 
 
-def _start(config: Finetune, corpus: recipe.Corpus, output: Path, tokenizer: Tokenizer | None) -> Model:
+def _from_scratch(
+    config: Finetune, corpus: recipe.Corpus, output: Path, tokenizer: Tokenizer | None
+) -> Model:
     """The model before the first step."""
-    if config.checkpoint is not None:
-        return load(config.checkpoint)
     if tokenizer is None and config.tokenizer is not None:
-        records = cast(Sequence[Record], corpus.train)
-        tokenizer = from_folder(output) or train_tokenizer(records, config.tokenizer, output)
+        settings, records = config.tokenizer, cast(Sequence[Record], corpus.train)
+
+        def make() -> None:
+            if not (output / TOKENIZER).is_file():  # it comes last, and a run that goes on has it
+                train_tokenizer(records, settings, output)
+
+        hosts.on_first(make)
+        tokenizer = from_folder(output)
     values = dict(config.architecture or {})
     if tokenizer is not None:
         values.setdefault("vocab_size", len(tokenizer.vocabulary))
     architecture = orbax.architecture(values)
     encoder = isinstance(architecture, models.Seq2SeqConfig)
-    start = 0 if tokenizer is None else tokenizer.backend.pad_token_id or 0
+    eos, start = () if config.eos is None else (config.eos,), config.decoder_start
+    if tokenizer is not None:
+        if eos:
+            raise ValueError(f"eos: expected none beside a tokenizer, which has its own, got {config.eos}")
+        eos = tokenizer.eos
+        start = tokenizer.backend.pad_token_id if encoder and start is None else start
+    if not eos:
+        raise ValueError("eos: expected the id of the token that ends an answer, got none")
+    if encoder and start is None:
+        raise ValueError("decoder_start: expected the id of the token that a decoder begins with, got none")
     return Model(
         models.language_model(architecture),
         init.random(architecture, jax.random.key(config.training.seed)),
         tokenizer,
-        eos=(1,) if tokenizer is None else tokenizer.eos,
-        decoder_start=(start,) if encoder else (),
+        eos=eos,
+        decoder_start=() if start is None else (start,),
         vocab_size=0 if tokenizer is None else len(tokenizer.vocabulary),
     )

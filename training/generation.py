@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -14,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jspec
-from jspec.types import Drafter
-from training import recipe
+from training import hosts, recipe
 
 SHARD = 1024  # answers that are generated and stored together, at least
 BATCHES_PER_SHARD = 32  # at least, because slots idle while the last rows of a shard finish
@@ -39,8 +39,8 @@ class _Shard(NamedTuple):
     """Answers of one shard in its own order, and what they took."""
 
     answers: list[list[int]]
-    busy: int = 0  # rounds, summed over the rows that were in them
-    slots: int = 0  # rounds of the batch x its rows
+    busy: int  # rounds, summed over the rows that were in them
+    slots: int  # rounds of the batch x its rows
 
 
 def generate_answers(
@@ -52,7 +52,6 @@ def generate_answers(
     max_new_tokens: int = 128,
     batch_size: int = 64,
     cache: str | Path | None = None,
-    drafter: Drafter | jspec.Model | str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[list[int]]:
     """One answer to each source, as token ids, ended by an end token unless ``max_new_tokens`` cut it off.
@@ -66,9 +65,7 @@ def generate_answers(
       sources: what the encoder reads, or the prompts.
       batch_size: rows decoded at a time; a finished row takes the next source of the shard.
       cache: a folder. Answers lie in a sub-folder named by a fingerprint of model, sources and settings, so
-        those of another model, temperature or seed are never taken for these. Drafters are no part of it:
-        they do not change the law (nor, at temperature 0, the answers).
-      drafter: to decode faster; as for `jspec.generate`.
+        those of another model, temperature or seed are never taken for these.
       progress: called after every shard.
     Raises:
       ValueError: no source, a wrong option (see `jspec.generate`), or logits that are not finite.
@@ -81,8 +78,7 @@ def generate_answers(
     """
     if len(sources) == 0:
         raise ValueError("sources: expected at least one, got none")
-    if drafter is None:  # whose vocabulary would have to be the model's
-        model = dataclasses.replace(model, tokenizer=None)  # answers need not become text
+    model = dataclasses.replace(model, tokenizer=None)  # answers need not become text
     settings = {
         "temperature": temperature,
         "seed": seed,
@@ -96,14 +92,15 @@ def generate_answers(
     done = tokens = busy = slots = 0
     for number, rows in enumerate(np.array_split(order, -(-len(order) // size))):
         path = None if folder is None else folder / f"{number:05d}.npz"
-        shard = None if path is None else _load(path, len(rows))
-        if shard is None:
-            shard = _generate(model, [sources[i] for i in rows], rows.tolist(), drafter, **settings)
-            tokens += sum(map(len, shard.answers))
+        found = None if path is None else hosts.on_first(functools.partial(_load, path, len(rows)))
+        if found is None:
+            shard = _generate(model, [sources[i] for i in rows], rows.tolist(), **settings)
+            found = shard.answers
+            tokens += sum(map(len, found))
             busy, slots = busy + shard.busy, slots + shard.slots
             if path is not None:
-                _save(path, shard.answers)
-        for row, answer in zip(rows, shard.answers, strict=True):
+                hosts.on_first(functools.partial(_save, path, found))
+        for row, answer in zip(rows, found, strict=True):
             answers[row] = answer
         done += len(rows)
         if progress is not None:
@@ -115,7 +112,6 @@ def _generate(
     model: jspec.Model,
     sources: list[Sequence[int]],
     rows: list[int],
-    drafter: Drafter | jspec.Model | str | None,
     *,
     temperature: float,
     seed: int,
@@ -127,7 +123,6 @@ def _generate(
     output = jspec.generate(
         model,
         sources,
-        drafter=drafter,
         temperature=temperature,
         seed=[(seed + row) % 2**32 for row in rows],
         max_new_tokens=max_new_tokens,
@@ -157,11 +152,15 @@ def _open(
     }
     text = json.dumps(description, indent=2, sort_keys=True) + "\n"
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "settings.json").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OSError(f"cache: cannot write to {folder}: {error.strerror}") from error
+
+    def make() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "settings.json").write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise OSError(f"cache: cannot write to {folder}: {error.strerror}") from error
+
+    hosts.on_first(make)
     return folder
 
 
@@ -183,7 +182,7 @@ def _save(path: Path, answers: list[list[int]]) -> None:
         raise OSError(f"cache: cannot write {path}: {error.strerror}") from error
 
 
-def _load(path: Path, count: int) -> _Shard | None:
+def _load(path: Path, count: int) -> list[list[int]] | None:
     """What `_save` wrote; None where there is nothing, or nothing whole: it is generated again."""
     try:
         with path.open("rb") as file, np.load(file) as arrays:
@@ -192,4 +191,4 @@ def _load(path: Path, count: int) -> _Shard | None:
         return None
     if len(lengths) != count or lengths.sum() != len(tokens):
         return None
-    return _Shard([part.tolist() for part in np.split(tokens, lengths.cumsum()[:-1])])
+    return [part.tolist() for part in np.split(tokens, lengths.cumsum()[:-1])]

@@ -8,6 +8,7 @@ GPU, where XLA sums some gradients in no fixed order, that takes XLA_FLAGS=--xla
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -24,14 +25,19 @@ from jaxtyping import Array, Float
 
 from jspec import models, parallel
 from jspec.io import orbax
+from jspec.models.decoder import LAYER_INPUT
 from jspec.types import PyTree
+from training import hosts
 from training.checkpoint import Checkpoints
 from training.config import Optimizer, Training
-from training.metrics import Metrics, read
+from training.metrics import FILE, Metrics, read
 
 # (params in the compute dtype, frozen, batch, key) -> mean loss over the batch's sequences, numbers to log
 Objective = Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
 Source = Callable[[int, PyTree], PyTree]  # (step from 0, params) -> batch
+# Numbers of a step that must be finite. The loss and its gradient are those of the params before it; only the
+# update says that the params after it, which a checkpoint holds, are good.
+CHECKED = ("loss", "gradient_norm", "update_norm")
 
 
 class State(NamedTuple):
@@ -83,8 +89,13 @@ def transformation(optimizer: Optimizer, steps: int) -> optax.GradientTransforma
             rate, optimizer.b1, optimizer.b2, weight_decay=optimizer.weight_decay, mask=matrices
         )
     else:
-        decay = optimizer.weight_decay or None
-        rule = optax.adafactor(rate, weight_decay_rate=decay, weight_decay_mask=matrices)
+        # Optax's own decay of Adafactor comes behind the learning rate and ignores it; as AdamW's, this one
+        # comes before. The direction has its sign already.
+        rule = optax.chain(
+            optax.adafactor(),
+            optax.add_decayed_weights(-optimizer.weight_decay, matrices),
+            optax.scale_by_learning_rate(rate, flip_sign=False),
+        )
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     return optax.chain(clip, rule)
 
@@ -127,7 +138,7 @@ def _step(
         return static.objective(models.cast(params, static.dtype), frozen, batch, key)
 
     if static.rematerialise:
-        keep = jax.checkpoint_policies.save_only_these_names("layer")
+        keep = jax.checkpoint_policies.save_only_these_names(LAYER_INPUT)
         loss = jax.checkpoint(loss, policy=keep)
     gradient = jax.value_and_grad(loss, has_aux=True)
     if static.accumulate == 1:
@@ -140,11 +151,12 @@ def _step(
         updates, opt_state = rule.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         rate = schedule(static.optimizer, static.steps)(state.step)
-        norm = optax.tree.norm(grads)
+        norms = optax.tree.norm(grads), optax.tree.norm(updates)
     numbers = {
         "loss": value,
         **numbers,
-        "gradient_norm": norm,
+        "gradient_norm": norms[0],
+        "update_norm": norms[1],
         "learning_rate": jnp.asarray(rate, jnp.float32),
     }
     return State(params, opt_state, state.step + 1), numbers
@@ -157,8 +169,8 @@ def _accumulated(
 
     A scan inside the step, rather than `optax.MultiSteps`: the state between micro-batches is never part of
     a checkpoint, steps are optimizer steps everywhere, and a micro-batch weighs as much as it has
-    sequences, so that the result is the large batch's. Row b goes to micro-batch ``b % count``: rows stay
-    on their devices.
+    sequences, so that the result is the large batch's, of an objective that is a mean over the sequences of
+    the batch (`losses.sequence_mean`). Row b goes to micro-batch ``b % count``: rows stay on their devices.
     """
     parts = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
     total = jnp.maximum(_sequences(batch), 1)
@@ -224,7 +236,7 @@ def fit(
       folder: gets ``checkpoints/``, ``metrics.jsonl``, ``tensorboard/`` and, last, ``DONE``: the step of the
         params that count, their numbers, and how many seconds the process took that came to the end.
       frozen: a pytree that reaches the objective as a jit argument: teachers.
-      evaluate: numbers of an evaluation; "validation_loss" among them where ``settings.best`` is set.
+      evaluate: numbers of an evaluation, finite; "validation_loss" among them where ``settings.best`` is set.
       shardings: of the params on a mesh (`parallel.param_shardings`): the optimizer state follows them, the
         rows of a batch go along ``data``. ``frozen`` is the caller's to place.
 
@@ -232,38 +244,45 @@ def fit(
       The final params; those of the best checkpoint with ``settings.best``.
 
     Raises:
-      FloatingPointError: a loss or gradient that is not finite; the message names the step. Checkpoints are
-        written after all losses before them were seen to be finite, so those that exist are good.
+      ValueError: params of another dtype.
+      FloatingPointError: a loss, gradient, update or evaluation that is not finite; the message names the
+        step. Checkpoints are written after all updates before them were seen to be finite, so those that
+        exist are good.
       OSError: a checkpoint or a log could not be written. Earlier checkpoints are as they were.
     """
     begun = time.monotonic()
-    checkpoints = Checkpoints(folder / orbax.CHECKPOINTS, settings.keep, settings.best)
-    done = checkpoints.latest() or 0
     state, placement = _first(params, settings, shardings)
     mesh = None if shardings is None else parallel.mesh_of(state)
-    if done:
-        restored, rest = checkpoints.restore(done, state.params, state[1:])
-        state = State(restored, *rest)
     step = _compiled(_static(objective, settings), placement)
-    metrics = Metrics(folder, done, settings.steps, console)
+    seed = jnp.uint32(settings.seed)
     pending: list[tuple[int, dict[str, Array]]] = []
+    with contextlib.ExitStack() as opened:
+        checkpoints = Checkpoints(folder / orbax.CHECKPOINTS, settings.keep, settings.best)
+        opened.callback(checkpoints.close)
+        done = checkpoints.latest() or 0
+        if done:
+            restored, rest = checkpoints.restore(done, state.params, state[1:])
+            state = State(restored, *rest)
+        metrics = Metrics(folder, done, settings.steps, console)
+        opened.callback(metrics.close)
 
-    def look(keep: int) -> None:
-        """Write all pending losses but the newest ``keep``: reading a number waits for its step."""
-        ready, pending[:] = pending[: len(pending) - keep], pending[len(pending) - keep :]
-        for number, values in jax.device_get(ready):
-            values = {name: float(value) for name, value in values.items()}
-            if not all(math.isfinite(values[name]) for name in ("loss", "gradient_norm")):
+        def check(what: str, values: dict[str, float]) -> None:
+            if not all(map(math.isfinite, values.values())):
                 metrics.flush()
+                found = ", ".join(f"{name} is {value}" for name, value in values.items())
                 raise FloatingPointError(
-                    f"training: the loss of step {number} is {values['loss']}, its gradient's norm "
-                    f"{values['gradient_norm']}; the last good checkpoint in {folder} is "
+                    f"training: {what}: {found}; the last good checkpoint in {folder} is "
                     f"{checkpoints.last_good()}"
                 )
-            metrics.train(number, values)
 
-    seed = jnp.uint32(settings.seed)
-    try:
+        def look(keep: int) -> None:
+            """Write all pending losses but the newest ``keep``: reading a number waits for its step."""
+            ready, pending[:] = pending[: len(pending) - keep], pending[len(pending) - keep :]
+            for number, values in jax.device_get(ready):
+                values = {name: float(value) for name, value in values.items()}
+                check(f"step {number}", {name: values[name] for name in CHECKED})
+                metrics.train(number, values)
+
         for number in range(done + 1, settings.steps + 1):
             batch = parallel.shard_batch(mesh, source(number - 1, state.params))
             state, values = step(state, frozen, batch, seed)
@@ -274,23 +293,27 @@ def fit(
             if evaluate is not None and settings.evaluates(number):
                 look(keep=0)
                 results = evaluate(state.params)
+                check(f"the evaluation after step {number}", results)
                 metrics.evaluation(number, results)
             if settings.saves(number):
                 look(keep=0)
                 metrics.flush()
                 checkpoints.save(number, state.params, state[1:], results)
-    finally:
-        metrics.close()
-    chosen = settings.steps
-    if settings.best:
-        chosen = _best(folder)
-        if chosen != settings.steps:
-            state = State(checkpoints.restore(chosen, state.params, state[1:])[0], *state[1:])
-    checkpoints.close()
-    last = [row for row in read(folder / "metrics.jsonl") if row["step"] == chosen]
-    summary = {name: value for row in last for name, value in row.items()}
-    orbax.write_json(folder / orbax.DONE, {**summary, "step": chosen, "seconds": time.monotonic() - begun})
+        chosen = settings.steps
+        if settings.best:
+            chosen = hosts.on_first(lambda: _best(folder))
+            if chosen != settings.steps:
+                state = State(checkpoints.restore(chosen, state.params, state[1:])[0], *state[1:])
+        metrics.flush()
+    hosts.on_first(lambda: _finish(folder, chosen, time.monotonic() - begun))
     return state.params
+
+
+def _finish(folder: Path, step: int, seconds: float) -> None:
+    """Write ``DONE``."""
+    last = [row for row in read(folder / FILE) if row["step"] == step]
+    summary = {name: value for row in last for name, value in row.items()}
+    orbax.write_json(folder / orbax.DONE, {**summary, "step": step, "seconds": seconds})
 
 
 def _first(
@@ -298,6 +321,9 @@ def _first(
 ) -> tuple[State, tuple[Any, ...] | None]:
     """The state before the first step (copies: steps donate it, the caller keeps ``params``), and its
     flattened shardings."""
+    for leaf in jax.tree.leaves(params):
+        if leaf.dtype != jnp.float32:
+            raise ValueError(f"params: expected float32, which small steps add up in, got {leaf.dtype}")
     rule = transformation(settings.optimizer, settings.steps)
     if shardings is None:
         # Placed for good, as a checkpoint's arrays are: to jit, arrays that may move are other arguments.
@@ -316,6 +342,6 @@ def _first(
 def _best(folder: Path) -> int:
     """The complete checkpoint with the lowest validation loss."""
     steps = orbax.complete_steps(folder / orbax.CHECKPOINTS)
-    rows = read(folder / "metrics.jsonl")
+    rows = read(folder / FILE)
     losses = {int(row["step"]): row["validation_loss"] for row in rows if "validation_loss" in row}
     return min((step for step in steps if step in losses), key=lambda step: (losses[step], step))

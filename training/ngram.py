@@ -24,8 +24,8 @@ from jaxtyping import Int
 from jspec.checkpoint import Model, load
 from jspec.drafters.ngram import NgramTable, load_ngram, save_ngram
 from jspec.io import orbax
-from training import recipe
-from training.config import Count, Fraction, Strict
+from training import hosts, recipe
+from training.config import Count, Strict
 from training.data import Example, Limits
 
 TABLE = "ngram.npz"
@@ -37,10 +37,11 @@ class Ngram(Strict):
     target: str | None = None  # for the command line: checkpoint or run
     data: recipe.Data | None = None
     limits: Limits = Limits()
+    chat: bool = False  # sources are user messages, put into the chat template (decoder-only)
     order: Literal[1, 2] = 2  # unigram or bigram
     successors: Count = 64
     delta: Annotated[float, pydantic.Field(gt=0)] = 0.1
-    discount: Fraction = 0.75
+    discount: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.75  # 0: unseen pairs would have probability 0
 
 
 class Counts(NamedTuple):
@@ -152,12 +153,16 @@ def run(
         "train": recipe.text_fingerprint(corpus.train),
         "validation": recipe.text_fingerprint(corpus.validation),
         "vocabulary": [target.vocab_size, target.lm.config.vocab_size],
+        "tokens": target.vocabulary and recipe.text_fingerprint(target.vocabulary.tokens),
+        "decoder_start": target.decoder_start,
     }
     if recipe.open_folder(output, config, inputs):
         return load_ngram(output / TABLE)
     encoder = bool(target.decoder_start)
     train, validation = (
-        recipe.encode(texts, target.tokenizer, encoder=encoder, limits=config.limits, name=name)
+        recipe.encode(
+            texts, target.tokenizer, encoder=encoder, limits=config.limits, name=name, chat=config.chat
+        )
         for texts, name in zip(corpus, corpus._fields, strict=True)
     )
     counts = count(train, target.vocab_size, target.decoder_start)
@@ -169,12 +174,16 @@ def run(
         discount=config.discount,
         width=target.lm.config.vocab_size,
     )
-    save_ngram(output / TABLE, table)
     summary = {
         "tokens": int(counts.tokens.sum()),
         "pairs": len(counts.pairs),
         "kept": int((table.excess > 0).sum()),
         "validation_loss": loss(table, validation, target.decoder_start),
     }
-    orbax.write_json(output / orbax.DONE, summary)
+
+    def write() -> None:
+        save_ngram(output / TABLE, table)
+        orbax.write_json(output / orbax.DONE, summary)
+
+    hosts.on_first(write)
     return table

@@ -30,7 +30,7 @@ from jspec import drafters, engine, models, options, verify
 from jspec.batch import Request, pad, source_width
 from jspec.checkpoint import Model, load
 from jspec.records import Statistics
-from jspec.types import Info, LanguageModel, Prompt, PyTree
+from jspec.types import Info, LanguageModel, PyTree
 from training import acceptance, forward, losses, recipe
 from training.config import Batching, Count, Strict, Training
 from training.data import Limits
@@ -57,6 +57,7 @@ class Online(Strict):
     drafter: str | None = None
     data: recipe.Data | None = None
     limits: Limits = Limits()
+    chat: bool = False  # requests are user messages, put into the chat template (decoder-only)
     serving: Serving = Serving()
     update_interval: Count = 8
     only_rejected: bool = False
@@ -71,6 +72,8 @@ class Online(Strict):
         losses.named(self.loss, **self.loss_arguments)
         if self.training.dropout:
             raise ValueError(f"training.dropout: expected 0, got {self.training.dropout}")
+        if self.training.accumulate > 1:  # the numbers that are logged are of all positions of a batch
+            raise ValueError(f"training.accumulate: expected 1, got {self.training.accumulate}")
         return self
 
 
@@ -109,7 +112,9 @@ class Served(NamedTuple):
 
 
 @jax.jit
-def _served(state: engine.State, prompt: Prompt) -> Served:
+def _served(
+    state: engine.State, source: Int[Array, "B Ts"] | None, source_lengths: Int[Array, " B"] | None
+) -> Served:
     index = jnp.arange(1, state.tokens.shape[1])[None]
     emitted = (index >= state.starts[:, None]) & (index < state.lengths[:, None])
     return Served(
@@ -117,8 +122,8 @@ def _served(state: engine.State, prompt: Prompt) -> Served:
         state.tokens[:, 1:],
         emitted.astype(jnp.float32),
         jnp.maximum(state.lengths - 1, 1),
-        prompt.source,
-        prompt.source_lengths,
+        source,
+        source_lengths,
         state.record,
     )
 
@@ -144,7 +149,7 @@ class Server:
         target, serving, count = self.target, self.config.serving, self.config.update_interval
         numbers = range(step * count, (step + 1) * count)
         taken = [self.stream[i % len(self.stream)] for i in numbers]
-        prompt = jax.tree.map(jnp.asarray, pad(taken, self.source_width))
+        prompt = pad(taken, self.source_width)
         settings = options.resolve(
             {
                 "temperature": serving.temperature,
@@ -172,7 +177,8 @@ class Server:
             capacity=self.capacity,
             record=feedback,
         )
-        return _served(state, prompt)
+        # The prompts stay on the host: their width differs from batch to batch, and would be compiled anew.
+        return _served(state, prompt.source, prompt.source_lengths)
 
     @functools.cached_property
     def capacity(self) -> int:
@@ -246,9 +252,9 @@ def run(
     output, settings = Path(output), config.training
     target = _given("target", target, config.target, settings.dtype)
     drafter = _given("drafter", drafter, config.drafter, "float32")
+    recipe.check_kind("drafter", target, drafter)
     recipe.check_vocabulary("drafter", target, drafter)
-    if bool(target.decoder_start) != bool(drafter.decoder_start):
-        raise ValueError("drafter: expected a model of the target's kind, with or without encoder")
+    drafter = dataclasses.replace(drafter, params=models.cast(drafter.params, "float32"))  # it is trained
     inputs = {
         "recipe": "online",
         "target": recipe.model_fingerprint(target.lm.config, target.params),
@@ -261,7 +267,12 @@ def run(
     recipe.describe(output, drafter)
     stream, validation = (
         recipe.encode(
-            texts, target.tokenizer, encoder=bool(target.decoder_start), limits=config.limits, name=name
+            texts,
+            target.tokenizer,
+            encoder=bool(target.decoder_start),
+            limits=config.limits,
+            name=name,
+            chat=config.chat,
         )
         for texts, name in zip(corpus, corpus._fields, strict=True)
     )
@@ -275,11 +286,9 @@ def run(
             f"serving.max_new_tokens: prompts and answers need {server.capacity} positions, the models have "
             f"{room}"
         )
+    width = min(target.vocab_size, drafter.vocab_size)
     objective = Distillation(
-        drafter.lm,
-        losses.named(config.loss, **config.loss_arguments),
-        config.only_rejected,
-        min(target.vocab_size, drafter.vocab_size),
+        drafter.lm, losses.named(config.loss, **config.loss_arguments), config.only_rejected, width
     )
     fit(
         drafter.params,
@@ -293,6 +302,7 @@ def run(
             drafter.lm,
             params,
             held_out,
+            width=width,
             gamma=config.serving.num_tokens,
             dtype=settings.dtype,
         ),

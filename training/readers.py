@@ -6,6 +6,7 @@ silently: pairs with an empty side are an error or, with ``skip_empty``, counted
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -102,17 +103,17 @@ def read(config: DataConfig, folder: str | Path = ".") -> Corpus:
     ...     read(Tsv(format="tsv", file="a.tsv", prefix="en-de: "), folder).records[1]
     Record(source='en-de: two', target='zwei')
     """
-    pairs = _READERS[config.format](config, Path(folder).expanduser())
+    pairs = itertools.islice(_READERS[config.format](config, Path(folder).expanduser()), config.max_records)
     records: list[Record] = []
     skipped = 0
-    for pair in itertools.islice(pairs, config.max_records):
+    for pair in pairs:
         empty = next((i for i in (0, 1) if not pair[i].strip()), None)
         if empty is None:
             records.append(Record(config.prefix + pair.source, pair.target))
         elif config.skip_empty:
             skipped += 1
         else:
-            more = sum(not (p.source.strip() and p.target.strip()) for p in pairs)
+            more = _empty(pairs)
             raise ValueError(
                 f"{pair.places[empty]}: expected text, got an empty {_Pair._fields[empty]} "
                 f"(pair {len(records) + 1}, and {more} more pairs like it; skip_empty: true leaves them out)"
@@ -120,6 +121,15 @@ def read(config: DataConfig, folder: str | Path = ".") -> Corpus:
     if not records:
         raise ValueError(f"{config.format} data: expected at least one pair, got none ({skipped} empty)")
     return Corpus(records, skipped)
+
+
+def _empty(pairs: Iterator[_Pair]) -> int:
+    """How many pairs have an empty side, up to the first line that is no pair."""
+    number = 0
+    with contextlib.suppress(ValueError):  # the empty side came first, and is the error to tell
+        for pair in pairs:
+            number += not (pair.source.strip() and pair.target.strip())
+    return number
 
 
 # --- text files -------------------------------------------------------------------------------------

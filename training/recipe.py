@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +25,13 @@ from jspec.checkpoint import Model
 from jspec.io import orbax
 from jspec.io.tokenizer import Tokenizer
 from jspec.types import PyTree
-from training import data, readers
+from training import data, hosts, readers
 from training.config import Batching, Strict, Training, differences
 
 CONFIG, INPUTS = "config.yaml", "inputs.json"
-MADE = (INPUTS, CONFIG, "model.json", "tokenizer*.json", "metrics.jsonl", "text/drafter_*")  # before DONE
+# What a run without checkpoint leaves beside those two. The description goes first: while it is there, the
+# tokenizer is (`describe`).
+MADE = (orbax.MODEL, "tokenizer*.json", "chat_template.jinja", "metrics.jsonl", "text/drafter_*")
 Texts = Sequence[data.Record] | Sequence[data.Example]
 
 
@@ -129,16 +134,31 @@ def held_out(
 
 
 def describe(folder: Path, model: Model) -> None:
-    """Write what `jspec.load` has to know of the model that is trained in ``folder``."""
-    if jax.process_index() == 0:
+    """Write what `jspec.load` has to know of the model that is trained in ``folder``, unless it is there.
+
+    The description comes last and every file whole, so that a run which was killed meanwhile is started again
+    with a tokenizer that is whole, or with none.
+    """
+
+    def write() -> None:
+        if orbax.is_run(folder):
+            return
+        fresh = folder / ".description"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
         orbax.write_model(
-            folder,
+            fresh,
             model.lm.config,
             eos=model.eos,
             decoder_start=model.decoder_start,
             vocab_size=model.vocab_size,
             tokenizer=model.tokenizer,
         )
+        for path in sorted(fresh.iterdir(), key=lambda path: path.name == orbax.MODEL):
+            os.replace(path, folder / path.name)
+        fresh.rmdir()
+
+    hosts.on_first(write)
 
 
 def on_mesh(mesh: Mesh | None, model: Model) -> Model:
@@ -163,43 +183,69 @@ def open_folder(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, A
     """Make a run's folder, or check that it belongs to this run. Returns whether the run is finished.
 
     A run of another configuration that has come to no checkpoint yet has nothing to lose: it is replaced.
+    Keys that the stored configuration lacks count as their defaults, and inputs that it lacks as equal, so
+    that a version with more of them reads what an earlier one made.
 
     Args:
       config: kept as ``config.yaml``; the same file starts the run again.
       inputs: what else the result depends on (the recipe's name, fingerprints of data and models).
 
     Raises:
-      ValueError: the folder was made with another configuration or other inputs; the message names them.
+      ValueError: the folder was made with another configuration or other inputs, which the message names, or
+        it holds something else.
       OSError: the folder cannot be written.
     """
-    settings = config.model_dump(mode="json")
     inputs = json.loads(json.dumps(inputs))
+
+    def opened() -> bool:
+        try:
+            return _opened(folder, config, inputs)
+        except OSError as error:
+            raise OSError(f"output: cannot write to {folder}: {error.strerror or error}") from error
+
+    return hosts.on_first(opened)
+
+
+def _opened(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, Any]) -> bool:
     finished = (folder / orbax.DONE).is_file()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        changed = _changes(folder, settings, inputs)
-        if changed and (finished or orbax.complete_steps(folder / orbax.CHECKPOINTS)):
-            raise ValueError(
-                f"output: {folder} was made with another configuration, which differs in "
-                f"{', '.join(changed)}; expected the same one, or a new folder"
-            )
-        if jax.process_index() == 0 and changed != []:
-            for made in (path for pattern in MADE for path in folder.glob(pattern)):
-                made.unlink()
-            (folder / CONFIG).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-            orbax.write_json(folder / INPUTS, inputs)
-    except OSError as error:
-        raise OSError(f"output: cannot write to {folder}: {error.strerror or error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    changed = _changes(folder, config, inputs)
+    if changed and (finished or orbax.complete_steps(folder / orbax.CHECKPOINTS)):
+        raise ValueError(
+            f"output: {folder} was made with another configuration, which differs in "
+            f"{', '.join(changed)}; expected the same one, or a new folder"
+        )
+    if changed:
+        # The old inputs stand until the new ones do: they say whose folder this is.
+        for made in (path for pattern in MADE for path in folder.glob(pattern)):
+            made.unlink()
+    if changed != []:
+        orbax.write_json(folder / INPUTS, inputs)
+        settings = config.model_dump(mode="json")
+        orbax.write_text(folder / CONFIG, yaml.safe_dump(settings, sort_keys=False))
     return finished
 
 
-def _changes(folder: Path, settings: Any, inputs: Any) -> list[str] | None:
-    """What differs from the run that ``folder`` was made for; None if it was made for none."""
-    if not (folder / CONFIG).is_file() or not (folder / INPUTS).is_file():
+def _changes(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, Any]) -> list[str] | None:
+    """What differs from the run that ``folder`` was made for; None if it is new.
+
+    Raises:
+      ValueError: the folder was made for no run.
+    """
+    if not (folder / INPUTS).is_file():
+        if any(path.name != f"{INPUTS}.tmp" for path in folder.iterdir()):  # of a start that was killed
+            raise ValueError(
+                f"output: {folder} holds files and is no run (it has no {INPUTS}); expected a new folder"
+            )
         return None
+    if not (folder / CONFIG).is_file():
+        return [CONFIG]  # killed between the two
     old = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    changed = differences(old, settings)
-    return changed + differences(json.loads((folder / INPUTS).read_text(encoding="utf-8")), inputs)
+    with contextlib.suppress(pydantic.ValidationError):  # of a version with other rules: as it stands
+        old = type(config).model_validate(old).model_dump(mode="json")
+    before = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
+    known = {name: value for name, value in inputs.items() if name in before}
+    return differences(old, config.model_dump(mode="json")) + differences(before, known)
 
 
 def text_fingerprint(examples: Sequence[Any]) -> str:
@@ -225,16 +271,13 @@ def _checksums(leaves: list[Array]) -> list[Array]:
 
 
 def model_fingerprint(config: Any, params: PyTree) -> str:
-    """Of a model: equal for equal architecture and weights of equal dtypes, wherever these lie.
-
-    Weights that are exact in bfloat16 are the same numbers in float32, but do not give the same logits.
-    """
+    """Of a model: equal for equal architecture, weights and precision, wherever these lie."""
     leaves = jax.tree.leaves(params)
-    described = [repr(config), [int(x) for x in jax.device_get(_checksums(leaves))]]
-    dtypes = [str(x.dtype) for x in leaves if x.dtype != jnp.float32]
-    if dtypes:  # float32 alone is not named: runs of older versions are found by its fingerprints
-        described.append(dtypes)
-    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+    content = [repr(config), [int(x) for x in jax.device_get(_checksums(leaves))]]
+    floats = [str(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    if set(floats) - {"float32"}:  # weights that are rounded already compute otherwise in another precision
+        content.append(floats)
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def check_vocabulary(name: str, target: Model, model: Model) -> None:
@@ -249,3 +292,10 @@ def check_vocabulary(name: str, target: Model, model: Model) -> None:
             raise ValueError(f"{name}: expected the target's vocabulary, but token {index} differs")
     elif target.vocab_size != model.vocab_size:
         raise ValueError(f"{name}: expected the target's {target.vocab_size} tokens, got {model.vocab_size}")
+
+
+def check_kind(name: str, target: Model, model: Model) -> None:
+    """Refuse a model without encoder for a target with one, and the other way round."""
+    wanted, found = (("decoder", "encoder-decoder")[bool(m.decoder_start)] for m in (target, model))
+    if wanted != found:
+        raise ValueError(f"{name}: expected a model of the target's kind, {wanted}, got {found}")

@@ -1,8 +1,9 @@
 """The text a drafter is distilled on: references, what the target writes, what the drafter itself writes.
 
 Whoever wrote an answer, its source comes from the corpus. A batch depends on the step and, for the drafter's
-own text, on the params at the step where that text was written: it lies on the disk from then on, named by
-that step, so that a run that is resumed learns from the same text.
+own text, on the params at the step where that text was written: it lies on the disk from then on, until no
+checkpoint is left from which a run could go on with it, so that a run that is resumed learns from the same
+text.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pydantic
+import rich.console
 from jax.sharding import Mesh
 
-from jspec import models
+from jspec import models, parallel
 from jspec.checkpoint import Model
 from jspec.io import orbax
 from jspec.types import PyTree
-from training import recipe
+from training import hosts, recipe
 from training.buckets import choose_edges
 from training.config import Batching, Count, Strict, Training
-from training.data import Batch, Batches, Example, Mixture, widths
-from training.generation import generate_answers
+from training.data import Batch, Batches, Example, Mixture, permutation, widths
+from training.generation import Progress, generate_answers
 
 STRIDE = 1_000_003  # between the seeds of texts that are written at different steps
 
@@ -72,8 +74,19 @@ def answered(
     seed: int,
     *,
     keep: bool = True,
+    console: rich.console.Console | None = None,
 ) -> list[Example]:
-    """The examples with the model's answers in place of their own; kept in ``writing.cache`` or not."""
+    """The examples with the model's answers in place of their own; kept in ``writing.cache`` or not.
+    ``console`` is told of every shard but the last."""
+
+    def tell(progress: Progress) -> None:
+        if console is not None and progress.tokens and progress.done < progress.total:
+            console.print(
+                f"answers, T={temperature:g}: {progress.done} of {progress.total}, {progress.tokens} tokens, "
+                f"{progress.utilisation:.0%} of the slots busy",
+                highlight=False,
+            )
+
     answers = generate_answers(
         model,
         [example.source for example in examples],
@@ -82,6 +95,7 @@ def answered(
         max_new_tokens=writing.max_new_tokens,
         batch_size=writing.batch_size,
         cache=writing.cache if keep else None,
+        progress=tell,
     )
     return [Example(example.source, answer) for example, answer in zip(examples, answers, strict=True)]
 
@@ -105,6 +119,7 @@ class Texts:
         batching: Batching,
         training: Training,
         mesh: Mesh | None = None,
+        console: rich.console.Console | None = None,
     ) -> None:
         start = target.decoder_start
         if isinstance(batching.buckets, int):
@@ -117,14 +132,17 @@ class Texts:
             batching = batching.model_copy(update={"buckets": tuple(edges)})
         self._own: list[_Own] = []
         parts: list[Any] = []
-        for source in sources:
+        for index, source in enumerate(sources):
             if source.text == "drafter":
-                part = _Own(source, examples, drafter, folder, writing, (batching, training, start), mesh)
+                shapes = batching, training, start
+                part = _Own(source, examples, drafter, folder, f"drafter_{index}", writing, shapes, mesh)
                 self._own.append(part)
             else:
                 chosen = examples[: source.examples]
                 if source.text == "target":
-                    chosen = answered(target, chosen, writing, source.temperature, source.seed)
+                    chosen = answered(
+                        target, chosen, writing, source.temperature, source.seed, console=console
+                    )
                 part = recipe.batches(chosen, batching, training, start, mesh=mesh)
             parts.append(part)
         self._mixture = Mixture(parts, [source.weight for source in sources])
@@ -139,22 +157,21 @@ class Texts:
 class _Own:
     """Batches of the drafter's own text."""
 
-    steps_per_epoch = 1  # of no text yet
-
     def __init__(
         self,
         source: Source,
         examples: Sequence[Example],
         drafter: Model,
         folder: Path,
+        name: str,
         writing: Writing,
         shapes: tuple[Batching, Training, Sequence[int]],
         mesh: Mesh | None,
     ) -> None:
         self._every, self._number, self._source = source.every or 1, source.examples or 1, source
-        self._examples, self._drafter, self._folder = examples, drafter, folder
+        self._examples, self._drafter, self._folder, self._name = examples, drafter, folder, name
         self._writing, self._shapes, self._mesh = writing, shapes, mesh
-        self._order = np.random.default_rng(source.seed).permutation(len(examples))
+        self._order = permutation(len(examples), source.seed)
         self._written = -1  # the step whose text is at hand
         self._batches: Batches | None = None
 
@@ -167,25 +184,50 @@ class _Own:
 
         Raises:
           FileNotFoundError: a run is resumed within a phase whose text is gone.
+          ValueError: what lies there is another text.
         """
         begun = step // self._every * self._every
         if begun == self._written:
             return
-        path = self._folder / f"drafter_{self._source.seed}_{begun:08d}.json"
+        path = self._folder / f"{self._name}_{begun:08d}.json"
         phase = begun // self._every
         rows = self._order.take(np.arange(phase * self._number, (phase + 1) * self._number), mode="wrap")
         examples = [self._examples[row] for row in rows]
-        if path.is_file():
-            answers = json.loads(path.read_text(encoding="utf-8"))
+        what = {
+            "source": self._source.model_dump(mode="json"),
+            "max_new_tokens": self._writing.max_new_tokens,
+            "rows": rows.tolist(),
+        }
+        stored = hosts.on_first(lambda: json.loads(path.read_text("utf-8")) if path.is_file() else None)
+        if stored is not None:
+            answers = stored.pop("answers", [])
+            if stored != what:
+                raise ValueError(f"{path}: expected the drafter's text of {self._source}, got another")
             examples = [Example(e.source, answer) for e, answer in zip(examples, answers, strict=True)]
         elif step == begun:
-            dtype = jnp.dtype(self._shapes[1].dtype)
-            model = dataclasses.replace(self._drafter, params=models.cast(params, dtype))
             seed = (self._source.seed + begun * STRIDE) % 2**32
-            examples = answered(model, examples, self._writing, self._source.temperature, seed, keep=False)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            orbax.write_text(path, json.dumps([example.target for example in examples]))
+            writer = dataclasses.replace(self._drafter, params=self._placed(params))
+            examples = answered(writer, examples, self._writing, self._source.temperature, seed, keep=False)
+            answers = [example.target for example in examples]
+            hosts.on_first(lambda: self._keep(path, what | {"answers": answers}))
         else:
             raise FileNotFoundError(f"{path}: the drafter's text, which training goes on with, is gone")
         self._batches = recipe.batches(examples, *self._shapes, mesh=self._mesh)
         self._written = begun
+
+    def _placed(self, params: PyTree) -> PyTree:
+        """The params as generation wants them: in the forward's dtype, and on a mesh whole along `data`."""
+        params = models.cast(params, self._shapes[1].dtype)
+        if self._mesh is None:
+            return params
+        placed = parallel.param_shardings(self._mesh, params, self._drafter.lm.config)
+        return jax.device_put(params, placed)
+
+    def _keep(self, path: Path, content: dict[str, Any]) -> None:
+        """Write the text of a phase, and drop those that no checkpoint goes on with."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        orbax.write_text(path, json.dumps(content))
+        oldest = min(orbax.complete_steps(self._folder.parent / orbax.CHECKPOINTS), default=0)
+        for other in self._folder.glob(f"{self._name}_*.json"):
+            if int(other.stem.rpartition("_")[2]) < oldest // self._every * self._every:
+                other.unlink()

@@ -21,6 +21,7 @@ from jspec.io import tokenizer as tokenizers
 from training.config import Count, Strict
 from training.data import Record
 
+FILE = "tokenizer.json"
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"  # ids 0, 1, 2, as T5 has them
 SPACES = r"[\s▁]{2,}|[^\S ]|▁"  # whatever is not one space already: replacing is slow
 WORD = r"▁?(?:\p{L}[\p{L}\p{M}]*|\p{N}+|[^\p{L}\p{N}▁]+)|▁"
@@ -102,7 +103,7 @@ def save(backend: Backend, folder: str | Path) -> tokenizers.Tokenizer:
     }
     for name, text in (
         ("tokenizer_config.json", json.dumps(config, indent=2) + "\n"),
-        ("tokenizer.json", backend.to_str(pretty=True)),
+        (FILE, backend.to_str(pretty=True)),
     ):
         unfinished = folder / f".{name}.{os.getpid()}"
         unfinished.write_text(text, encoding="utf-8")

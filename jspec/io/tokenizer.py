@@ -122,10 +122,12 @@ class Tokenizer:
         Raises:
           ValueError: ``text`` holds a lone surrogate, which is no character.
         """
-        ids = self._ids(text, special=special)
-        if len(ids) > 1 and ids[0] == ids[1] == self.backend.bos_token_id:
-            ids = ids[1:]
-        return ids
+        return self._once_begun(self._ids(text, special=special))
+
+    def encode_target(self, text: str) -> list[int]:
+        """The ids of ``text`` as an answer: those of `encode`, unless the checkpoint cuts answers otherwise
+        than sources (Marian has a SentencePiece model for each language). `decode` reads answers."""
+        return self._once_begun(self._ids(text, special=True, side="text_target"))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids`` without special tokens; bytes that are no UTF-8 come out as U+FFFD."""
@@ -146,7 +148,11 @@ class Tokenizer:
                 return index
         return None
 
-    def _ids(self, text: str, *, special: bool) -> list[int]:
+    def _once_begun(self, ids: list[int]) -> list[int]:
+        twice = len(ids) > 1 and ids[0] == ids[1] == self.backend.bos_token_id
+        return ids[1:] if twice else ids
+
+    def _ids(self, text: str, *, special: bool, side: str = "text") -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -154,7 +160,7 @@ class Tokenizer:
             raise ValueError(
                 f"text: expected Unicode, got the lone surrogate U+{code:X} at index {error.start}"
             ) from None
-        ids = self.backend(text, add_special_tokens=special, verbose=False)["input_ids"]
+        ids = self.backend(**{side: text}, add_special_tokens=special, verbose=False)["input_ids"]
         return [self.bos, *ids] if self.bos is not None and ids[:1] != [self.bos] else ids
 
 

@@ -97,7 +97,7 @@ def encode(
         raise ValueError("tokenizer: expected one with an end token, got none")
     declared = tokenizer.backend.eos_token_id
     end = declared if declared in tokenizer.eos else tokenizer.eos[0]
-    begin = {tokenizer.bos, tokenizer.backend.bos_token_id} - {None}
+    begin = {tokenizer.backend.bos_token_id} - {None}
     examples: list[Example] = []
     number = dict.fromkeys(Counts._fields, 0)
     for record in records:

@@ -216,11 +216,8 @@ def test_wrong_arguments_are_named():
         model.start(params, begin, 8)
     with pytest.raises(ValueError, match=r"capacity: the model has 512 positions and no more, got 513"):
         model.start(params, begin._replace(source=begin.source[:, :64]), 513)
-    for name, settings in (("context_length", {}), ("source_length", {"context_length": 8})):
-        with pytest.raises(ValueError, match=rf"{name}: expected bounded: true and the rows of the table"):
-            tiny_seq2seq(positions="learned", bounded=True, **settings)
-    with pytest.raises(ValueError, match=r"bounded: true .* got bounded: false and 128$"):
-        tiny_seq2seq(positions="learned", context_length=128, source_length=128)
+    with pytest.raises(ValueError, match=r"bounded: expected true with learned positions.* 128\), got false"):
+        tiny_seq2seq(positions="learned", source_length=128)
     with pytest.raises(ValueError, match=r"bounded: expected true with learned positions"):
         tiny_decoder(rotary=None)
     with pytest.raises(ValueError, match=r"num_layers: expected 1 to 2, got 3"):

@@ -59,12 +59,11 @@ class Seq2SeqConfig:
     logit_scale: float = 1.0  # T5 1.0, whose head is its embedding: width ** -0.5
 
     def __post_init__(self) -> None:
-        for name in ("context_length", "source_length"):
-            if self.positions == "learned" and (not self.bounded or getattr(self, name) >= ENDLESS):
-                raise ValueError(
-                    f"{name}: expected bounded: true and the rows of the table with learned positions, "
-                    f"got bounded: {str(self.bounded).lower()} and {getattr(self, name)}"
-                )
+        if self.positions == "learned" and not self.bounded:
+            raise ValueError(
+                "bounded: expected true with learned positions, which end with their tables (context_length: "
+                f"{self.context_length} rows, source_length: {self.source_length}), got false"
+            )
 
     def _stack(self, *, encoder: bool) -> DecoderConfig:
         relative = Relative(self.relative_buckets, self.relative_distance, bidirectional=encoder)

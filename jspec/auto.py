@@ -23,14 +23,14 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from jspec import drafters, options, verify
+from jspec import drafters, options, parallel, verify
 from jspec.batch import Request, source_width
 from jspec.checkpoint import Model
 from jspec.measure import REPEATS as CURVE_REPEATS
 from jspec.measure import CostCurve, Trial, decode, measure_curve, replay
 from jspec.types import Drafter, PyTree
 
-VERSION = 1  # of the candidates and of how they are judged: a choice made otherwise is made again
+VERSION = 2  # of the candidates and of how they are judged: a choice made otherwise is made again
 NEW_TOKENS = 32
 REPEATS = 3
 MARGIN = 1.03  # a drafter must be that much faster than plain decoding on the calibration prompts
@@ -88,8 +88,13 @@ def choice(model: Model) -> Choice:
     `cache_folder`.
 
     Raises:
-      ValueError: the model has no tokenizer, and no choice for it is stored.
+      ValueError: the model has no tokenizer, and no choice for it is stored; or several processes decode
+        together, each of which would choose by its own clock and its own file.
     """
+    if (processes := jax.process_count()) > 1:
+        raise ValueError(
+            f"drafter: 'auto' is for one process, and {processes} must run the same program; name a drafter"
+        )
     path = cache_folder() / "auto" / f"{_fingerprint(model)}.json"
     found = _read(path, model)
     if found is None:
@@ -126,7 +131,8 @@ def calibrate(model: Model, *, quiet: bool = False) -> Choice:
 
 def _calibrate(model: Model, prompts: list[Request], advance: Callable[[], object]) -> Choice:
     capacity = max(len(prompt.tokens) for prompt in prompts) + NEW_TOKENS
-    run = _runner(model, capacity, advance)
+    source = source_width(prompts, model.source_length)
+    run = _runner(model, capacity, source, advance)
 
     def measured(widths: tuple[int, ...]) -> CostCurve:
         most = max(widths) + capacity // 2
@@ -136,7 +142,7 @@ def _calibrate(model: Model, prompts: list[Request], advance: Callable[[], objec
             widths,
             fill=capacity // 2,
             capacity=most,
-            source=source_width(prompts),
+            source=source,
             advance=advance,
         )
 
@@ -187,8 +193,10 @@ def _best_suffix(
 
 
 def _runner(
-    model: Model, capacity: int, advance: Callable[[], object]
+    model: Model, capacity: int, source: int, advance: Callable[[], object]
 ) -> Callable[[Drafter, Request], Trial]:
+    """Decodes a prompt. ``capacity`` and ``source`` (width of the encoder's input) are those of the longest:
+    after a drafter's first prompt nothing compiles, which would be timed."""
     settings = options.resolve(
         {},
         prompts=1,
@@ -197,6 +205,7 @@ def _runner(
         vocab=model.vocab_size,
         ends=model.eos,
         special_id=None,
+        banned=model.banned,
     )
     sampler, key, stops = settings.sampler([0]), settings.keys([0]), settings.stops()
 
@@ -212,6 +221,7 @@ def _runner(
             stops=stops,
             max_new_tokens=NEW_TOKENS,
             capacity=capacity,
+            source=source,
         )
         advance()
         return trial
@@ -251,10 +261,12 @@ def _samples(params: PyTree) -> jax.Array:
 
 
 def _fingerprint(model: Model) -> str:
-    """Names the device, the model's shape, some of its weights, and their dtypes."""
+    """Names the devices and their mesh, the model's shape, some of its weights, and their dtypes."""
     device = jax.devices()[0]
     leaves = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(model.params)]
-    machine = (device.platform, device.device_kind, jax.device_count(), os.cpu_count())
+    mesh = parallel.mesh_of(model.params)
+    layout = None if mesh is None else tuple(mesh.shape.items())
+    machine = (device.platform, device.device_kind, jax.device_count(), os.cpu_count(), layout)
     described = repr((VERSION, machine, leaves)).encode() + np.asarray(_samples(model.params)).tobytes()
     return hashlib.sha256(described).hexdigest()[:24]
 

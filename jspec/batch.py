@@ -167,10 +167,11 @@ class Batch:
                     writers[row] = self._writer(sequences[row])
                 elif reason is None:  # a stop string, of which the engine knows nothing
                     self.state = self.state._replace(finish=self.state.finish.at[row].set(stops.STOP))
+            counted = np.array(rounds_of_rows)
             if refills:
                 self._insert(refills, requests, limits, size)
                 shared = self._shared(sequences)
-            counted = np.array(parallel.fetch(self.state.rounds))
+                counted[[row for row, _ in refills]] = 0
 
     def _writer(self, sequence: int) -> Writer:
         least = self.options.min_new_tokens

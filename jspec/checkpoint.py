@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jspec import parallel
 from jspec.io import gguf, hf, orbax
 from jspec.io import tokenizer as tokenizers
-from jspec.models import Seq2SeqConfig, language_model
+from jspec.models import ENDLESS, Seq2SeqConfig, language_model
 from jspec.options import check_tokens
 from jspec.types import LanguageModel, PyTree
 
@@ -32,6 +32,7 @@ class Model:
       vocab_size: ids below it are tokens; ids from there to the width of the logits are padding and never
         come out. 0 (default): no padding.
       decoder_start: what the decoder of an encoder-decoder begins with; () for a decoder-only model.
+      banned: tokens that never come out, whatever the request (Marian's padding).
     """
 
     lm: LanguageModel
@@ -41,6 +42,7 @@ class Model:
     name: str = "model"
     vocab_size: int = 0
     decoder_start: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         width = self.lm.config.vocab_size
@@ -49,7 +51,7 @@ class Model:
                 f"vocab_size: expected at most {width} (the logits' width), got {self.vocab_size}"
             )
         object.__setattr__(self, "vocab_size", self.vocab_size or width)
-        for field in ("eos", "decoder_start"):
+        for field in ("eos", "decoder_start", "banned"):
             ids = check_tokens(field, getattr(self, field), self.vocab_size)
             object.__setattr__(self, field, tuple(ids))
         if isinstance(self.lm.config, Seq2SeqConfig) != bool(self.decoder_start):
@@ -67,7 +69,8 @@ class Model:
     def source_length(self) -> int | None:
         """The longest source in tokens, where an encoder has a bound; else None."""
         config = self.lm.config
-        return config.source_length if self.decoder_start and config.bounded else None
+        # Whether or not the encoder could go on (sinusoidal positions), it was not made for more.
+        return config.source_length if self.decoder_start and config.source_length < ENDLESS else None
 
     @property
     def vocabulary(self) -> tokenizers.Vocabulary | None:
@@ -106,6 +109,7 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32", *, mesh: Mesh |
             vocab_size=run.vocab_size,
         )
     decoder_start: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
     if name == SMOLLM2:
         path = gguf.find_smollm2()
     if path.suffix == ".gguf":
@@ -119,6 +123,7 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32", *, mesh: Mesh |
             config, params, folder = hf.load_hf(name_or_path, dtype)
         if isinstance(config, Seq2SeqConfig):
             decoder_start = hf.decoder_start(folder)
+        banned = hf.banned(folder)
         tokenizer = tokenizers.from_folder(folder)
         eos = tokenizers.end_ids(folder) if tokenizer is None else tokenizer.eos
     if mesh is not None:
@@ -129,6 +134,7 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32", *, mesh: Mesh |
         params=params,
         tokenizer=tokenizer,
         eos=tuple(token for token in eos if token < real),
+        banned=tuple(token for token in banned if token < real and token not in eos),
         name=name if name == SMOLLM2 else path.name,
         decoder_start=decoder_start,
         vocab_size=real,

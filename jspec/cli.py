@@ -29,6 +29,7 @@ from rich.table import Table
 
 from jspec import auto, drafters, engine, text, verify
 from jspec.io import gguf
+from jspec.models import ENDLESS, Seq2SeqConfig
 from jspec.output import Output
 from jspec.types import Drafter
 
@@ -258,14 +259,25 @@ def _settings() -> list[tuple[str, str]]:
 
 def _describe(model: text.Model) -> list[tuple[str, str]]:
     leaves = jax.tree.leaves(model.params)
-    tokenizer = model.tokenizer
+    config, tokenizer = model.lm.config, model.tokenizer
+    encoder = []
+    if isinstance(config, Seq2SeqConfig):
+        encoder = [
+            ("encoder layers", str(config.num_encoder_layers)),
+            ("source positions", _positions(config.source_length)),
+        ]
     return [
         ("parameters", f"{sum(leaf.size for leaf in leaves):,}"),
         ("dtypes", ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))),
-        ("layers", str(model.lm.config.num_layers)),
-        ("positions", str(model.context_length)),
-        ("vocabulary", f"{model.vocab_size:,} tokens, {model.lm.config.vocab_size:,} logits"),
+        *encoder,
+        ("decoder layers" if encoder else "layers", str(config.num_layers)),
+        ("positions", _positions(model.context_length)),
+        ("vocabulary", f"{model.vocab_size:,} tokens, {config.vocab_size:,} logits"),
         ("end tokens", ", ".join(map(str, model.eos)) or "none"),
         ("tokenizer", "no" if tokenizer is None else "yes"),
         ("chat template", "yes" if tokenizer is not None and tokenizer.has_chat_template else "no"),
     ]
+
+
+def _positions(length: int) -> str:
+    return str(length) if length < ENDLESS else "no end"

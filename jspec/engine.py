@@ -151,6 +151,13 @@ def absorb(
     """
     lengths, read = parallel.fetch((state.lengths, state.cache.lengths))
     missing = int(np.max(lengths - 1 - read))
+    return _catch_up(params, state, missing, target=target, drafter=drafter, sampler=sampler)
+
+
+def _catch_up(
+    params: PyTree, state: State, missing: int, *, target: LanguageModel, drafter: Drafter, sampler: Sampler
+) -> State:
+    """`absorb` where the host knows already how many tokens the row that lacks most lacks."""
     if missing <= 0:
         return state
     return _absorb(params, state, drafter, sampler, target=target, chunk=chunk_width(missing))
@@ -174,15 +181,19 @@ def _checked(
     name: str, tokens: Array, lengths: Array, max_new_tokens: Array | int, least: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lengths and new tokens of every row on the host, refused where they are out of range."""
-    width, count = tokens.shape[1], np.asarray(lengths, np.int32)
+    count = np.asarray(lengths, np.int32)
     new = np.broadcast_to(np.asarray(max_new_tokens, np.int32), count.shape)
-    if count.min() < least or count.max() > width:
-        raise ValueError(
-            f"{name}: expected lengths in {least} .. {width}, got {count.min()} .. {count.max()}"
-        )
+    _check_lengths(name, tokens, count, least)
     if new.min() < 0:
         raise ValueError(f"max_new_tokens: expected numbers >= 0, got {new.min()}")
     return count, new
+
+
+def _check_lengths(name: str, tokens: Array, count: np.ndarray, least: int) -> None:
+    if count.min() < least or count.max() > tokens.shape[1]:
+        raise ValueError(
+            f"{name}: expected lengths in {least} .. {tokens.shape[1]}, got {count.min()} .. {count.max()}"
+        )
 
 
 def start(
@@ -200,14 +211,17 @@ def start(
     """A state that is ready for its first round.
 
     Args:
-      prompt: tokens [B, T] and lengths [B] in 1 .. T.
+      prompt: tokens [B, T] and lengths [B] in 1 .. T; for an encoder-decoder also source [B, Ts] and
+        source_lengths [B] in 0 .. Ts.
       max_new_tokens: one number, or one a row.
       capacity: slots of cache and token buffer; None: the smallest bucket that fits.
       record: what to keep of every round (`statistics`, `logprobs`, `records(...)`).
     Raises:
-      ValueError: an empty prompt, or a request that does not fit into ``capacity``.
+      ValueError: an empty prompt, lengths out of range, or a request that does not fit into ``capacity``.
     """
     lengths, new = _checked("prompt", prompt.tokens, prompt.lengths, max_new_tokens, least=1)
+    if prompt.source is not None and prompt.source_lengths is not None:
+        _check_lengths("prompt.source", prompt.source, np.asarray(prompt.source_lengths), least=0)
     needed = int((lengths + new).max())
     if capacity is None:
         capacity = min(bucket(needed), max(needed, target.config.context_length))
@@ -226,7 +240,8 @@ def start(
         record=record,
         mesh=parallel.mesh_of(params),
     )
-    return absorb(params, state, target=target, drafter=drafter, sampler=sampler)
+    missing = int(lengths.max()) - 1
+    return _catch_up(params, state, missing, target=target, drafter=drafter, sampler=sampler)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -269,14 +284,15 @@ def append(
     """The next turn: ``tokens`` follow what each row holds, only they are absorbed. Donates the state."""
     count, new = _checked("tokens", tokens, lengths, max_new_tokens, least=0)
     capacity = state.tokens.shape[1]
-    needed = int((parallel.fetch(state.lengths) + count + new).max())
+    held, read = parallel.fetch((state.lengths, state.cache.lengths))
+    needed, missing = int((held + count + new).max()), int((held + count - 1 - read).max())
     if needed > capacity:
         raise ValueError(
             f"tokens: the conversation needs {needed} slots with its new tokens, the capacity is {capacity}"
         )
     padded = _padded(np.asarray(tokens, np.int32)[:, : count.max()], capacity)
     state = _append(state, jnp.asarray(padded), jnp.asarray(count), keys, sampler, jnp.asarray(new))
-    return absorb(params, state, target=target, drafter=drafter, sampler=sampler)
+    return _catch_up(params, state, missing, target=target, drafter=drafter, sampler=sampler)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -299,7 +315,11 @@ def insert(
 ) -> State:
     """Refill rows with new prompts, ``prompt``'s row i into ``rows[i]``; ``sampler`` holds the new rows'
     settings. A row beyond the state's last drops its prompt: what fills a batch of fixed size up. Donates
-    the state."""
+    the state.
+
+    Raises:
+      ValueError: as `start`, or a source of another width than those the state was started with.
+    """
     new = start(
         params,
         prompt,
@@ -311,6 +331,13 @@ def insert(
         capacity=state.tokens.shape[1],
         record=record,
     )
+
+    def shapes(state: State) -> State:
+        return jax.tree.map(lambda leaf: leaf.shape[1:], state._replace(record=None))
+
+    if shapes(new) != shapes(state):  # the capacity is the state's own, so only the source's width is left
+        width = 0 if prompt.source is None else prompt.source.shape[1]
+        raise ValueError(f"prompt.source: expected the width of the state's other rows, got {width}")
     return _insert(state, jnp.asarray(rows, jnp.int32), new)
 
 

@@ -98,6 +98,8 @@ def measure_curve(
       advance: called after each width of each round, and after each compilation: for a progress bar.
     """
     ns = sorted({1, *widths})
+    if fill < 0:
+        raise ValueError(f"fill: expected a number >= 0, got {fill}")
     if ns[0] < 1 or fill + ns[-1] > capacity:
         raise ValueError(
             f"widths: expected numbers in 1 .. {capacity - fill} (capacity - fill), got {widths}"
@@ -236,7 +238,9 @@ def decode_together(
       max_new_tokens: one number, or one a row.
       source: width of the encoder's input; None: `jspec.batch.source_width` of these requests.
     """
-    prompt = jax.tree.map(jnp.asarray, pad(requests, source_width(requests) if source is None else source))
+    if source is None:
+        source = source_width(requests, getattr(target.config, "source_length", None))
+    prompt = jax.tree.map(jnp.asarray, pad(requests, source))
     shared: dict[str, Any] = {"target": target, "drafter": drafter, "sampler": sampler}
     record = engine.records(statistics=engine.statistics, nodes=nodes)
     begin = time.perf_counter()

@@ -192,6 +192,7 @@ def resolve(
     vocab: int,
     ends: tuple[int, ...],
     special_id: Callable[[str], int | None] | None,
+    banned: Tokens = (),
 ) -> Options:
     """Check ``options`` and spread them over ``prompts`` x ``samples`` sequences (samples adjacent).
 
@@ -200,6 +201,7 @@ def resolve(
       ends: end tokens.
       special_id: the tokenizer's; a stop string that is a special token becomes a token stop (such tokens
         have no text). None: no tokenizer, stop strings are refused.
+      banned: ids that never come out, beside the request's own ``banned_tokens``.
     """
 
     def spread(values: Any, dtype: Any) -> np.ndarray:
@@ -234,7 +236,7 @@ def resolve(
         top_p=used(top_p, 1),
         min_p=used(min_p, 0),
         penalties=(repetition, presence, frequency) if penalized else None,
-        allowed=_allowed(options, prompts, samples, width, vocab),
+        allowed=_allowed(options, prompts, samples, width, vocab, banned),
         first=_marks("first_tokens", options.get("first_tokens"), prompts, samples, width, vocab),
         min_new_tokens=used(least, 0),
         processors=tuple(options.get("processors", ())),
@@ -284,7 +286,7 @@ def _marks(name: str, value: Any, prompts: int, samples: int, width: int, vocab:
 
 
 def _allowed(
-    options: SamplingOptions, prompts: int, samples: int, width: int, vocab: int
+    options: SamplingOptions, prompts: int, samples: int, width: int, vocab: int, never: Tokens
 ) -> np.ndarray | None:
     """What may come out at all: real tokens, the allowed ones, without the banned; None: everything."""
     allowed = _marks("allowed_tokens", options.get("allowed_tokens"), prompts, samples, width, vocab)
@@ -292,7 +294,8 @@ def _allowed(
     allowed = np.ones((1, width), bool) if allowed is None else allowed
     if banned is not None:
         allowed = allowed & ~banned
-    allowed = allowed & (np.arange(width) < vocab)[None]
+    index = np.arange(width)
+    allowed = allowed & ((index < vocab) & ~np.isin(index, never))[None]
     return None if allowed.all() else allowed
 
 

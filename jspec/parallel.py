@@ -107,18 +107,28 @@ def initialize_distributed(
     Does nothing on a single machine, and nothing the second time.
 
     Raises:
-      ValueError: a coordinator without the two numbers.
+      ValueError: a coordinator without the two numbers, or one of them without a coordinator; a cluster that
+        JAX finds and cannot join. Processes that went on alone would each do the whole work.
     """
     if jax.distributed.is_initialized():
         return
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    given = {"JAX_NUM_PROCESSES": num_processes, "JAX_PROCESS_ID": process}
     if coordinator is None:
+        for name, value in given.items():
+            if value is not None or name in os.environ:
+                number = os.environ[name] if value is None else value
+                raise ValueError(
+                    "JAX_COORDINATOR_ADDRESS: expected the host:port of process 0 beside "
+                    f"{name}={number}, got none"
+                )
         try:
             jax.distributed.initialize()
-        except ValueError:  # no cluster that JAX knows of
-            return
+        except ValueError as error:
+            if "coordinator_address should be defined" not in str(error):
+                raise
+            # No cluster that JAX knows of: a machine alone.
         return
-    given = {"JAX_NUM_PROCESSES": num_processes, "JAX_PROCESS_ID": process}
     for name, value in given.items():
         if value is None and not os.environ.get(name, "").isdigit():
             raise ValueError(f"{name}: expected a number beside {coordinator}, got {os.environ.get(name)!r}")
@@ -207,6 +217,27 @@ def optimizer_shardings(opt_state: PyTree, params: PyTree, shardings: PyTree) ->
         return NamedSharding(mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
 
     return jax.tree_util.tree_map_with_path(place, opt_state)
+
+
+def check_together(name: str, tree: PyTree, params: PyTree) -> None:
+    """Refuse params of a drafter that are bound to other devices than the target's ``params``. What is bound
+    to none (numpy, or made without a mesh and not restored) goes wherever the others are.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+
+    def bound(tree: PyTree) -> set[frozenset[Any]]:
+        arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+        return {frozenset(array.sharding.device_set) for array in arrays if array.committed}
+
+    theirs, ours = bound(tree), bound(params)
+    if len(theirs | ours) > 1:
+        got, wanted = (sorted(map(len, found)) for found in (theirs, ours))
+        raise ValueError(
+            f"{name}: expected params on the target's devices ({wanted} of them), got others ({got}); "
+            "load both with the same mesh="
+        )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

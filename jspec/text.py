@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from jspec import auto, drafters, engine
+from jspec import auto, drafters, engine, parallel
 from jspec import verify as rules
 from jspec.batch import Batch, Request, source_width
 from jspec.checkpoint import SMOLLM2, Model, load
@@ -155,7 +155,7 @@ def _decoder_begins(model: Model, decoder_prefix: Any, count: int) -> list[list[
                 raise ValueError(
                     f"{name}: expected token ids, because {model.name} has no tokenizer, got a string"
                 )
-            prefix = model.tokenizer.encode(prefix, special=False)
+            prefix = model.tokenizer.encode_target(prefix, special=False)
         begins.append([*start, *check_tokens(name, prefix, model.vocab_size)])
     return begins * (count // len(begins))
 
@@ -187,11 +187,12 @@ def _system(system: str | None) -> list[dict[str, str]]:
 
 def _capacity(model: Model, requests: Sequence[Request], limits: np.ndarray, capacity: int | None) -> int:
     """Slots for the longest request, which must fit into the model's positions and ``capacity``."""
+    what = "decoder tokens (start and prefix)" if model.decoder_start else "tokens"
     for i, ((prompt, _), limit) in enumerate(zip(requests, limits, strict=True)):
         for room, whose in ((model.context_length, f"{model.name} has"), (capacity, "capacity is")):
             if room is not None and len(prompt) + limit > room:
                 raise ValueError(
-                    f"prompts[{i}]: {len(prompt)} tokens and max_new_tokens={limit} need "
+                    f"prompts[{i}]: {len(prompt)} {what} and max_new_tokens={limit} need "
                     f"{len(prompt) + limit} positions, {whose} {room}"
                 )
     if capacity is not None:
@@ -225,8 +226,10 @@ def _prepare(
         vocab=model.vocab_size,
         ends=model.eos,
         special_id=None if model.tokenizer is None else model.tokenizer.special_id,
+        banned=model.banned,
     )
     resolved = _as_drafter(drafter, model)
+    parallel.check_together("drafter", resolved.params, model.params)
     return Batch(
         model,
         resolved,
@@ -266,13 +269,15 @@ def generate(
     Args:
       model: see `load`.
       prompts: one or several strings or lists of token ids. For an encoder-decoder (T5), what the encoder
-        reads, end token included where the checkpoint wants one (strings get it from the tokenizer).
+        reads, end token included where the checkpoint wants one (strings get it from the tokenizer). The
+        language of a source (mBART) is a setting of the tokenizer: ``model.tokenizer.backend.src_lang``.
       drafter: None: plain decoding; a name (one of `drafters.NAMED`, or "auto"); a `Drafter` from
         `jspec.drafters`; a smaller `Model` of the same vocabulary.
       verify: acceptance rule from `jspec.verify`, or its name; None: the best lossless one for the draft.
       max_new_tokens: one number, or one a prompt.
       decoder_prefix: text or ids that an encoder-decoder's answer must go on from, one for all prompts or
-        one each; they follow the start token and are no part of the answer.
+        one each; they follow the start token and are no part of the answer. Text is encoded as the answer
+        is, in the target language's vocabulary where the tokenizer has one (Marian).
       chat: put each prompt into the checkpoint's chat template, with ``system`` before it if given.
       num_samples: answers per prompt, each with a random stream of its own.
       logprobs: also return the log-probability of every new token.
@@ -296,7 +301,8 @@ def generate(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
     requests = _as_requests(model, prompts, chat, system, decoder_prefix)
-    limits = np.repeat(whole_each("max_new_tokens", max_new_tokens, len(requests)), num_samples)
+    limits = whole_each("max_new_tokens", max_new_tokens, len(requests))
+    slots = _capacity(model, requests, limits, capacity)
     batch = _prepare(
         "generate",
         model,
@@ -309,7 +315,7 @@ def generate(
         samples=num_samples,
     )
     requests = [request for request in requests for _ in range(num_samples)]
-    slots = _capacity(model, requests, limits, capacity)
+    limits = np.repeat(limits, num_samples)
     rows = min(batch_size or len(requests), len(requests))
     batch.source_width = source_width(requests, model.source_length)
     batch.start(requests[:rows], limits[:rows], slots)

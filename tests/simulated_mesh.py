@@ -218,6 +218,10 @@ def topologies(folder: Path) -> dict[str, Any]:
         "placed": misplaced(there, mesh),
         "losses": losses,
     }
+    try:
+        jspec.generate(there, [1, 2], drafter=jspec.load(run))
+    except ValueError as error:
+        found["refused"] = str(error)
     (run / "DONE").unlink()
     shutil.rmtree(run / "checkpoints" / str(STEPS))
     other, found["resumed"] = train(run, mesh)

@@ -5,8 +5,9 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jspec import auto, drafters, testing
+from jspec import auto, drafters, parallel, testing
 from jspec.measure import CostCurve, Rounds, Trial
 from jspec.text import Model
 
@@ -41,7 +42,7 @@ class Fake:
     """Stands in for every measurement: seconds a token by drafter, and a plain output of ``period``."""
 
     def __init__(self, monkeypatch, curve, seconds, period=3):
-        self.curve, self.seconds, self.decoded = curve, seconds, []
+        self.curve, self.seconds, self.decoded, self.sources = curve, seconds, [], []
         self.tokens = np.arange(30) % period + 2
         monkeypatch.setattr(auto, "measure_curve", self.measure_curve)
         monkeypatch.setattr(auto, "decode", self.decode)
@@ -52,6 +53,7 @@ class Fake:
     def decode(self, params, tokens, key, *, drafter, **settings):
         width = drafter.method.width
         self.decoded.append(width)
+        self.sources.append(settings["source"])
         kind = "plain" if width == 1 else "suffix" if width <= 9 else "tree"
         nothing = np.zeros(0, int)
         return Trial(self.tokens, Rounds(*[nothing] * 4), 0.0, len(self.tokens) * self.seconds[kind])
@@ -142,6 +144,22 @@ def test_a_folder_that_cannot_be_written_is_a_warning(model, monkeypatch, cache)
     cache.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="the choice was not stored"):
         assert auto.choice(model).drafter == "suffix"
+
+
+def test_one_process_on_one_mesh_a_choice(model, monkeypatch):
+    placed = parallel.shard(model.params, NamedSharding(parallel.make_mesh(1, 1), PartitionSpec()))
+    assert auto._fingerprint(Model(model.lm, placed)) != auto._fingerprint(model)
+    monkeypatch.setattr(auto.jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="drafter: 'auto' is for one process, and 2 must run"):
+        auto.choose(model)
+
+
+def test_all_prompts_of_an_encoder_decoder_have_one_width(monkeypatch):
+    """Another width would be another program, and its compilation part of a timing."""
+    lm, params = testing.tiny_seq2seq(vocab_size=8, context_length=64, source_length=20)
+    fake = Fake(monkeypatch, FREE, {"plain": 1.0, "suffix": 0.5, "tree": 0.4})
+    auto.calibrate(Model(lm, params, tokenizer=Characters(), decoder_start=(0,)), quiet=True)
+    assert set(fake.sources) == {20}
 
 
 def test_without_a_tokenizer(model):

@@ -12,7 +12,7 @@ import pytest
 from tiny_text import tokenizer
 
 from jspec import testing, text
-from jspec.cli import app
+from jspec.cli import _describe, app
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,13 @@ def test_info_lists_versions_devices_methods_and_the_model(capsys, folder):
         "capacity multiples of 256",
     ):
         assert expected in words
+
+
+def test_an_encoder_decoder_is_described_with_both_stacks():
+    lm, params = testing.tiny_seq2seq(num_layers=1, num_encoder_layers=3, source_length=40)
+    said = dict(_describe(text.Model(lm, params, decoder_start=(0,))))
+    rows = [said[name] for name in ("encoder layers", "source positions", "decoder layers", "positions")]
+    assert rows == ["3", "40", "1", "no end"]
 
 
 def test_compiled_programs_are_kept_where_nothing_else_is_set(capsys, folder, tmp_path):

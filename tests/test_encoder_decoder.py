@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from zoo import Tiny, reference
 
 import jspec
-from jspec import drafters, testing
+from jspec import drafters, engine, sampling, testing
 
 V, EOS, START = 13, 1, 0
 SOURCES = [[5, 3, 9, EOS], [2, EOS], [7, 7, 4, 8, 2, 6, 11, EOS], [3, EOS], [9, 10, EOS]]
@@ -51,6 +54,30 @@ def test_a_smaller_encoder_decoder_drafts(model, answers):
         model, SOURCES[:2], drafter=smaller, max_new_tokens=12, temperature=1.0, seed=[0, 1]
     )
     assert together.tokens == [sampled[0][0], sampled[1][0]]
+
+
+@pytest.mark.parametrize("batch_size", [2, 16])
+def test_a_draft_model_reads_its_own_rows_source(model, answers, batch_size):
+    """The target drafts for itself: a row that read another's source, or kept the one of the row before it,
+    would be refused somewhere. With 16 rows two are refilled at a time, and one place is filled up."""
+    endless = dataclasses.replace(model, eos=())
+    sources = [SOURCES[i % len(SOURCES)] for i in range(5 if batch_size == 2 else 21)]
+    limits = [12 - i % 4 for i in range(len(sources))]
+    out = jspec.generate(endless, sources, drafter=model, max_new_tokens=limits, batch_size=batch_size)
+    assert [len(tokens) for tokens in out.tokens] == limits
+    for i, tokens in enumerate(out.tokens):
+        expected = answers[i % len(SOURCES)]
+        assert tokens[: len(expected)] == expected[: limits[i]]
+    assert out.stats.acceptance_rate == 1
+
+
+def test_a_draft_model_with_fewer_source_positions(model, answers):
+    """The padding that the target's width asks for is cut off; of a longer source it reads the beginning."""
+    settings = dict(vocab_size=V, positions="learned", bounded=True, context_length=64, num_layers=1)
+    smaller = jspec.Model(
+        *testing.tiny_seq2seq(**settings, num_encoder_layers=1, source_length=6), decoder_start=(START,)
+    )
+    assert jspec.generate(model, SOURCES, drafter=smaller, max_new_tokens=12).tokens == answers
 
 
 def test_a_decoder_only_model_drafts_for_an_encoder_decoder(model, answers):
@@ -108,3 +135,28 @@ def test_refusals(model):
     )
     with pytest.raises(ValueError, match=r"prompts\[0\]: 8 tokens, model reads at most 4"):
         jspec.generate(bounded, SOURCES[2])
+    for samples in (1, 2):
+        with pytest.raises(
+            ValueError,
+            match=r"prompts\[1\]: 1 decoder tokens \(start and prefix\) and max_new_tokens=8 need 9",
+        ):
+            jspec.generate(bounded, [[3], [3]], max_new_tokens=[2, 8], num_samples=samples)
+    banned = dataclasses.replace(model, banned=tuple(range(2, V)))
+    with pytest.raises(ValueError, match=r"first_tokens: expected at least one token that is not banned"):
+        jspec.generate(banned, SOURCES[0], first_tokens=[5])
+
+
+def test_sources_that_do_not_fit_are_refused(model):
+    """By the engine, whose callers pad on their own."""
+    target = Tiny(model.lm, model.params, tuple(SOURCES[0]))
+    shared = dict(target=model.lm, drafter=drafters.plain(), max_new_tokens=2, sampler=sampling.greedy(1))
+    keys, prompt = sampling.row_keys(jnp.array([0])), target.prompt([[START]])
+    for length in (-1, 5):
+        with pytest.raises(ValueError, match=rf"prompt\.source: expected lengths in 0 \.\. 4, got {length}"):
+            engine.start(model.params, prompt._replace(source_lengths=jnp.array([length])), keys, **shared)
+    state = engine.start(model.params, prompt, keys, **shared)
+    wider = prompt._replace(source=jnp.pad(prompt.source, ((0, 0), (0, 1))))
+    with pytest.raises(
+        ValueError, match=r"prompt\.source: expected the width of the state's other rows, got 5"
+    ):
+        engine.insert(model.params, state, [0], wider, keys, **shared)

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 import jspec
 from jspec.io import orbax
-from jspec.io.hf import load_hf, save_hf
+from jspec.io.hf import load_hf, save_hf, without_scales
 from jspec.io.params import named
-from jspec.models import Seq2SeqConfig, init_params, language_model, registry
+from jspec.models import Seq2SeqConfig, cast, init_params, language_model, registry
 from jspec.models.rotary import Rotary
 from jspec.testing import tiny_checkpoint, tiny_decoder, tiny_seq2seq
 from jspec.tiny_checkpoints import CHECKPOINTS
@@ -88,6 +88,8 @@ SCALED = {
         "t5",
     ),
     "t5 scaled attention": (tiny_seq2seq, dict(attention_scale=0.3), "t5"),
+    "t5 untied, scaled embedding": (tiny_seq2seq, dict(embedding_scale=5.3, logit_scale=0.4), "t5"),
+    "t5 tied, scaled logits": (tiny_seq2seq, dict(tied=True, logit_scale=0.4), "t5"),
 }
 
 
@@ -173,6 +175,19 @@ def test_scales_go_into_the_weights(name, tmp_path):
     np.testing.assert_allclose(logits(read), logits(model), atol=1e-4, rtol=1e-5)
 
 
+def test_scales_are_rounded_once_in_low_precision():
+    """bfloat16 has 8 bits: 5.3 itself would be rounded, and the gain divided by another number."""
+    model = scratch("t5 scaled")
+    low = cast(model.params, "bfloat16")
+    _, folded = without_scales(model.lm.config, low)
+    embedding = np.asarray(low["embedding"], np.float32)
+    np.testing.assert_array_equal(folded["embedding"], jnp.asarray(embedding * np.float32(5.3), jnp.bfloat16))
+    product = np.asarray(folded["embedding"], np.float32) * np.asarray(folded["norm"]["scale"]) * 32**-0.5
+    ratio = product / (embedding * np.asarray(low["norm"]["scale"]) * 0.4)
+    assert abs(np.median(ratio) - 1) < 5e-4
+    assert np.abs(ratio - 1).max() <= 2**-8
+
+
 def test_low_precision_is_kept(tmp_path):
     config = scratch("t5 1.1").lm.config
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
@@ -227,7 +242,6 @@ def test_export_of_a_run(tmp_path):
     ("make", "settings", "message"),
     [
         (tiny_seq2seq, dict(norm="layer"), r"nearest, T5.*, cannot say norm = 'layer'$"),
-        (tiny_seq2seq, dict(logit_scale=0.5), r"cannot say logit_scale = 0.5$"),
         (tiny_seq2seq, BART | dict(source_length=32), r"nearest, Bart.*cannot say source_length = 32$"),
         (tiny_decoder, dict(rotary=Rotary((1.0, 0.7, 0.2, 0.1))), r"cannot say rotary = Rotary"),
         (tiny_decoder, dict(windows=(3, 5)), r"cannot say windows = \(3, 5\)$"),

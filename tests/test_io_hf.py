@@ -11,9 +11,12 @@ from huggingface_hub import constants
 from make_parity_fixtures import AT, CASES, FIXTURES, SHOWN, SOURCE_LENGTHS, reference, sources, tokens
 from safetensors.numpy import load_file, save_file
 
-from jspec.io.hf import decoder_start, load_hf
+import jspec
+from jspec import options
+from jspec.io import orbax
+from jspec.io.hf import decoder_start, load_hf, save_hf
 from jspec.models import abstract_params, language_model, registry
-from jspec.testing import tiny_checkpoint
+from jspec.testing import tiny_checkpoint, tiny_decoder
 from jspec.tiny_checkpoints import CHECKPOINTS
 from jspec.types import Block, Prompt
 
@@ -242,7 +245,9 @@ def test_no_logits_bias_and_unread_positions(tmp_path):
     ("generation", "config", "expected"),
     [
         ({"decoder_start_token_id": 5}, {"decoder_start_token_id": 6}, (5,)),
-        ({"eos_token_id": 1}, {"decoder_start_token_id": 6, "forced_bos_token_id": 0}, (6, 0)),
+        ({"decoder_start_token_id": 6}, {"forced_bos_token_id": 0}, (6,)),
+        ({"decoder_start_token_id": 6, "forced_bos_token_id": None}, {"forced_bos_token_id": 0}, (6,)),
+        (None, {"decoder_start_token_id": 6, "forced_bos_token_id": 0}, (6, 0)),
         (None, {"bos_token_id": 3}, (3,)),
     ],
 )
@@ -251,10 +256,48 @@ def test_where_the_decoder_begins(generation, config, expected, tmp_path):
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert decoder_start(tmp_path) == expected
-    (tmp_path / "config.json").write_text("{}")
-    if generation != {"decoder_start_token_id": 5}:
-        with pytest.raises(ValueError, match=r"decoder_start_token_id: expected the id of a token, got None"):
-            decoder_start(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"decoder_start_token_id: expected the id of a token, got None"):
+        decoder_start(tmp_path)
+
+
+def test_what_a_checkpoint_bans(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    assert jspec.load(folder).banned == ()
+
+    def told(**values):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2} | values))
+
+    told(bad_words_ids=[[7], [2]], suppress_tokens=[9, 95])
+    model = jspec.load(folder)
+    assert model.banned == (7, 9, 95)  # an end token is no bad word
+    resolved = options.resolve(
+        {"banned_tokens": [3]},
+        prompts=1,
+        samples=1,
+        width=96,
+        vocab=96,
+        ends=(),
+        special_id=None,
+        banned=(7, 9),
+    )
+    assert resolved.allowed is not None
+    assert np.flatnonzero(~resolved.allowed[0]).tolist() == [3, 7, 9]
+    again = json.loads((save_hf(model, tmp_path / "again") / "generation_config.json").read_text())
+    assert again["suppress_tokens"] == [7, 9, 95]
+    told(bad_words_ids=[[7], [3, 4]])
+    with pytest.raises(ValueError, match=r"bad_words_ids: expected single tokens, got \[\[7\], \[3, 4\]\]"):
+        jspec.load(folder)
+    told(begin_suppress_tokens=[4])
+    with pytest.raises(ValueError, match=r"begin_suppress_tokens = \[4\] is not supported"):
+        jspec.load(folder)
+
+
+def test_float16_is_refused_where_it_overflows(tmp_path):
+    load_hf(tiny_checkpoint(tmp_path / "bart", "bart"), dtype="float16")
+    for family in ("t5", "mt5"):
+        with pytest.raises(ValueError, match=r"dtype: expected bfloat16 or float32 .*, got float16"):
+            jspec.load(tiny_checkpoint(tmp_path / family, family), dtype="float16")
 
 
 @pytest.mark.parametrize(
@@ -326,3 +369,18 @@ def test_length_bound_rotary_refuses_a_larger_cache(tmp_path):
     model.start(params, prompt, 128)
     with pytest.raises(ValueError, match=r"capacity: the model has 128 positions"):
         model.start(params, prompt, 129)
+
+
+def test_a_rope_that_holds_so_far_only_bounds_an_architecture():
+    values = orbax.describe(tiny_decoder(context_length=128)[0].config)
+    for rope, expected in (
+        ({"rope_theta": 1e4}, (128, False)),
+        ({"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}, (128, True)),
+        (
+            {"rope_theta": 1e4, "rope_type": "longrope", "short_factor": [1.0] * 4}
+            | {"original_max_position_embeddings": 64},
+            (64, True),
+        ),
+    ):
+        config = orbax.architecture(values | {"rotary": rope})
+        assert (config.context_length, config.bounded) == expected

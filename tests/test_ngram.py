@@ -15,6 +15,7 @@ from test_law import p_value
 
 from jspec import drafters, engine, sampling, testing, text, verify
 from jspec.checkpoint import Model
+from jspec.io.tokenizer import Vocabulary, check_vocabularies
 from jspec.types import Context, Prompt
 from training import ngram, recipe
 from training.data import Example, Record
@@ -230,6 +231,13 @@ def test_files(tmp_path):
     drafters.save_ngram(path, table)
     jax.tree.map(np.testing.assert_array_equal, drafters.load_ngram(path), table)
     assert drafters.ngram(path).params._fields == table._fields
+    assert drafters.load_ngram(path).vocabulary is None
+    spoken = table._replace(vocabulary=Vocabulary((*"abcdefghi", "é", "\ud83d")))
+    drafters.save_ngram(path, spoken)
+    assert drafters.load_ngram(path).vocabulary == spoken.vocabulary
+    with pytest.raises(ValueError, match="token 1 is 'b' for the drafter and 'c' for the target"):
+        check_vocabularies(Vocabulary(("a", "c")), drafters.ngram(path).params)
+    drafters.save_ngram(path, table)
     whole = path.read_bytes()
     for content in (b"", b"text", whole[: len(whole) // 2]):
         path.write_bytes(content)

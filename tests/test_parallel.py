@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jspec import engine, models, parallel, testing
 from jspec.models import DecoderConfig, Seq2SeqConfig
@@ -226,6 +226,38 @@ def test_a_coordinator_needs_two_numbers(monkeypatch):
         parallel.initialize_distributed()
 
 
+def test_numbers_need_a_coordinator(monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"JAX_COORDINATOR_ADDRESS: .* beside JAX_PROCESS_ID=0, got none"):
+        parallel.initialize_distributed(process=0)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    with pytest.raises(ValueError, match=r"JAX_COORDINATOR_ADDRESS: .* beside JAX_NUM_PROCESSES=2, got none"):
+        parallel.initialize_distributed()
+
+
+def test_a_cluster_that_cannot_be_joined_is_an_error(monkeypatch):
+    def broken():
+        raise ValueError("SLURM_NTASKS is not a number")
+
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+    parallel.initialize_distributed()  # JAX's own error on a machine alone is none
+    monkeypatch.setattr(jax.distributed, "initialize", broken)
+    with pytest.raises(ValueError, match="SLURM_NTASKS"):
+        parallel.initialize_distributed()
+
+
+def test_a_drafter_may_be_bound_to_no_device_or_to_the_targets():
+    """One elsewhere is refused: `test_a_run_on_other_meshes`."""
+    alone = SingleDeviceSharding(jax.devices()[0])
+    one = NamedSharding(parallel.make_mesh(1, 1), P())  # the same device
+    weights = {name: jax.device_put(jnp.ones(2), where) for name, where in (("alone", alone), ("mesh", one))}
+    for drafter in ((), jnp.ones(2), np.ones(2), "name", *weights.values()):
+        for target in (jnp.ones(2), *weights.values()):
+            parallel.check_together("drafter", {"weights": drafter}, {"weights": target})
+
+
 def test_mesh_of_arrays():
     _, params = testing.tiny_decoder(num_layers=1)
     assert parallel.mesh_of(params) is None
@@ -323,6 +355,9 @@ def test_a_run_changes_its_mesh(tmp_path):
     assert found["alone"][0] > found["alone"][-1]
     np.testing.assert_allclose(found["losses"], found["alone"], rtol=1e-5)
     np.testing.assert_allclose(found["resumed"], found["alone"], rtol=1e-5)
+    assert found["refused"].startswith(
+        "drafter: expected params on the target's devices ([8] of them), got others"
+    )
     assert found["after"] < 1e-3  # Adam divides small gradients by their own size
 
 

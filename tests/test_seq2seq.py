@@ -9,7 +9,7 @@ import pytest
 from test_decoder import chain, close, empty, extend, head, made, start, texts
 
 from jspec.models.layers import Dropout, Relative, sinusoids
-from jspec.testing import tiny_seq2seq
+from jspec.testing import tiny_decoder, tiny_seq2seq
 from jspec.types import Block, Prompt
 
 
@@ -150,9 +150,7 @@ def test_softmax_and_norms_of_a_low_precision_model_are_float32(name):
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
     def run(params):
-        cache = (
-            empty.__wrapped__(model, params, 2) if hasattr(empty, "__wrapped__") else empty(model, params, 2)
-        )
+        cache = empty(model, params, 2)
         out = model.extend(params, cache, Block(texts(2, 2, 3), jnp.zeros((2, 3), jnp.int32)))
         return model.head(params, out.hidden), out.rows
 
@@ -169,6 +167,20 @@ def test_random_models_begin_with_logits_of_about_unit_variance(settings):
     model, params = tiny_seq2seq(vocab_size=500, **settings)
     logits = decode(model, params, texts(1, 2, 6), jnp.array([6, 3]), texts(2, 2, 5))
     assert 0.5 < logits.std() < 2
+
+
+def test_the_scale_of_the_logits_is_not_rounded_in_low_precision():
+    """1 / sqrt(512) is 0.04419; in bfloat16 it is 0.0442, and every logit would be 0.13 percent too large."""
+    scale = 512**-0.5
+    (model, params), (plain, _) = (
+        tiny_seq2seq(vocab_size=11, num_layers=1, num_encoder_layers=1, tied=True, logit_scale=s)
+        for s in (scale, 1)
+    )
+    hidden = jax.random.normal(jax.random.key(1), (1, 2, 32), jnp.bfloat16)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    np.testing.assert_allclose(
+        model.head(low, hidden), plain.head(low, hidden) * np.float32(scale), rtol=1e-6
+    )
 
 
 def test_dropout_is_noise_of_its_key_alone():
@@ -204,6 +216,10 @@ def test_wrong_arguments_are_named():
         model.start(params, begin, 8)
     with pytest.raises(ValueError, match=r"capacity: the model has 512 positions and no more, got 513"):
         model.start(params, begin._replace(source=begin.source[:, :64]), 513)
+    with pytest.raises(ValueError, match=r"bounded: expected true with learned positions.* 128\), got false"):
+        tiny_seq2seq(positions="learned", source_length=128)
+    with pytest.raises(ValueError, match=r"bounded: expected true with learned positions"):
+        tiny_decoder(rotary=None)
     with pytest.raises(ValueError, match=r"num_layers: expected 1 to 2, got 3"):
         model.truncate(3)
     assert head(model, params, jnp.zeros((1, 1, 32))).shape == (1, 1, 64)

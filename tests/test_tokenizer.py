@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_text import END, START, TEMPLATE, tokenizer
+from tiny_text import END, START, TEMPLATE, metadata, tokenizer
 from tokenizers import decoders, processors
 
+import jspec
 from jspec.drafters import plain
 from jspec.io import tokenizer as tokenizers
 from jspec.io.gguf import find_smollm2, read_metadata
 from jspec.io.tokenizer import Detokenizer, Tokenizer, Vocabulary
+from jspec.testing import tiny_checkpoint
 
 STORED = Path(__file__).parent / "fixtures" / "tokenizer_smollm2.json"
 
@@ -137,13 +140,19 @@ def test_merges_and_specials_inside_text(tiny):
     assert (tiny.special_id("<|im_end|>"), tiny.special_id("the")) == (END, None)
 
 
-def test_one_beginning_token_however_it_is_asked_for():
+def test_one_beginning_token_however_it_is_asked_for(tmp_path):
+    message = [{"role": "user", "content": "a"}]
     spoken = tokenizer(add_bos_token=True)
-    assert spoken.encode("a") == spoken.encode("<|im_start|>a") == [START, 2 + ord("a")]
-    assert spoken.chat([{"role": "user", "content": "a"}]).count(START) == 2  # the template's own
-    bare = tokenizer(add_bos_token=True, chat_template="{{ messages[0]['content'] }}")
-    bare.backend.chat_template = "{{ messages[0]['content'] }}"
-    assert bare.chat([{"role": "user", "content": "a"}]) == [START, 2 + ord("a")]
+    entries = metadata(add_bos_token=True) | {"tokenizer.chat_template": "{{ messages[0]['content'] }}"}
+    bare = tokenizers.from_gguf(entries)
+    bare.backend.save_pretrained(tmp_path)  # what a saved model and a run of training keep
+    for found in (spoken, bare, tokenizers.from_folder(tmp_path)):
+        assert found.encode("a") == found.encode("<|im_start|>a") == [START, 2 + ord("a")]
+        assert found.encode("a", special=False) == [2 + ord("a")]
+        if found is spoken:
+            assert found.chat(message).count(START) == 2  # the template's own
+        else:
+            assert found.chat(message) == [START, 2 + ord("a")]
 
 
 def test_a_backend_that_adds_the_beginning_token_itself(tiny):
@@ -242,3 +251,62 @@ def test_folder_with_a_broken_tokenizer_is_refused(tiny, tmp_path):
     (tmp_path / "tokenizer.json").write_text(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="tokenizer of"):
         tokenizers.from_folder(tmp_path)
+
+
+# --- SentencePiece ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory) -> Path:
+    """What a Marian checkpoint has in place of a tokenizer.json: two models and one vocabulary."""
+    spm = pytest.importorskip("sentencepiece")
+    folder, pieces = tmp_path_factory.mktemp("marian"), []
+    for side, text in (("source", "a dog runs there"), ("target", "ein Hund rennt dort")):
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=iter([text] * 20),
+            model_prefix=str(folder / side),
+            vocab_size=24,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+        (folder / f"{side}.model").rename(folder / f"{side}.spm")
+        lines = (folder / f"{side}.vocab").read_text(encoding="utf-8").splitlines()
+        pieces += [line.split("\t")[0] for line in lines]
+        (folder / f"{side}.vocab").unlink()
+    tokens = ["</s>", "<unk>", *dict.fromkeys(p for p in pieces if not p.startswith("<")), "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    settings = {"tokenizer_class": "MarianTokenizer", "source_lang": "en", "target_lang": "de"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    told = {
+        "eos_token_id": 0,
+        "bad_words_ids": [[len(tokens) - 1]],
+        "decoder_start_token_id": len(tokens) - 1,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(told))
+    return tiny_checkpoint(folder, "marian", vocab_size=len(tokens), eos_token_id=0)
+
+
+@pytest.mark.filterwarnings("ignore:Recommended")  # sacremoses, for rare punctuation
+def test_marian_reads_one_language_and_writes_another(marian):
+    model = jspec.load(marian)
+    pad = model.vocab_size - 1
+    assert (model.eos, model.decoder_start, model.banned) == ((0,), (pad,), (pad,))
+    spoken = model.tokenizer
+    source, target = "a dog runs", "ein Hund rennt"
+    assert spoken.encode(source)[-1] == spoken.encode_target(target)[-1] == 0
+    assert spoken.decode(spoken.encode_target(target)) == target
+    assert spoken.encode_target(target, special=False) == spoken.encode_target(target)[:-1]
+    before = spoken.encode("dort")
+    assert [spoken.vocabulary.tokens[i] for i in spoken.encode_target("dort")] == ["▁dort", "</s>"]
+    assert spoken.encode("dort") == before != spoken.encode_target("dort")
+    assert model.source_length == 64
+    with pytest.raises(ValueError, match=r"prompts\[0\]: 65 tokens, .* reads at most 64"):
+        jspec.generate(model, [[2] * 65])
+
+
+def test_sentencepiece_is_named_where_it_is_missing(marian, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"source.spm needs sentencepiece.*pip install 'jspec\[sentencepiece\]'"
+    ):
+        tokenizers.from_folder(marian)

@@ -102,7 +102,7 @@ def encode(
             "tokenizer: expected one that puts no end token behind a decoder's prompt, from which the answer "
             "goes on (append_end: false)"
         )
-    begin = {tokenizer.bos, tokenizer.backend.bos_token_id} - {None}
+    begin = {tokenizer.backend.bos_token_id} - {None}
     examples: list[Example] = []
     number = dict.fromkeys(Counts._fields, 0)
     for record in records:

@@ -150,6 +150,8 @@ def _open(
         "sources": recipe.text_fingerprint(sources),
         "shard": SHARD,
     }
+    if model.banned:
+        description["banned"] = model.banned
     text = json.dumps(description, indent=2, sort_keys=True) + "\n"
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
 

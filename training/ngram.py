@@ -118,7 +118,7 @@ def smooth(
 
 def loss(table: NgramTable, examples: Sequence[Example], decoder_start: Sequence[int] = ()) -> float:
     """Mean -log P of the targets' tokens, each after the token before it."""
-    backoff, successors, excess = (np.asarray(array, np.float64) for array in table[1:])
+    backoff, successors, excess = (np.asarray(array, np.float64) for array in table[1:4])
     unigram = np.asarray(table.unigram, np.float64)
     total, number = 0.0, 0
     for text in _texts(examples, decoder_start):
@@ -173,7 +173,7 @@ def run(
         delta=config.delta,
         discount=config.discount,
         width=target.lm.config.vocab_size,
-    )
+    )._replace(vocabulary=target.vocabulary)
     summary = {
         "tokens": int(counts.tokens.sum()),
         "pairs": len(counts.pairs),

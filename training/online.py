@@ -161,6 +161,7 @@ class Server:
             vocab=target.vocab_size,
             ends=target.eos,
             special_id=None,
+            banned=target.banned,
         )
         weights = models.cast(params, self.config.training.dtype)
         drafter = drafters.model(dataclasses.replace(self.drafter, params=weights), serving.num_tokens)
@@ -188,7 +189,7 @@ class Server:
     @functools.cached_property
     def source_width(self) -> int:
         """Columns of an encoder's input."""
-        return source_width(self.stream)
+        return source_width(self.stream, self.target.source_length)
 
 
 # --- learning from it -------------------------------------------------------------------------------

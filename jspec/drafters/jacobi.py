@@ -68,7 +68,8 @@ def jacobi(num_tokens: int = 5) -> Drafter:
 
     Lossless in law with any lossless rule: tokens are chosen. No weights. With y the target's most likely
     token, the guess at place t of iteration i + 1 is y(text, guesses before t of iteration i). The first
-    guesses are the last ``num_tokens`` tokens of the prompt, repeated where it is shorter.
+    guesses are the last ``num_tokens`` tokens of the prompt, repeated where it is shorter (an
+    encoder-decoder's start token: its source is not read).
 
     On models that were not trained for it this hardly saves a round, as few guesses come right in time; it
     is the baseline of consistency models and of `lookahead`.
@@ -213,7 +214,8 @@ def lookahead(window: int = 7, ngram: int = 5, guesses: int = 7) -> Drafter:
         forward width = 1 + guesses * (ngram - 1) + (ngram - 1) * window - 1
 
     The window starts with the prompt's first tokens, and the pool with all the n-grams of the prompt, so
-    the same prompt always gives the same rounds. (The original starts from random tokens of the prompt.)
+    the same prompt always gives the same rounds. (The original starts from random tokens of the prompt.) An
+    encoder-decoder's source is not read, only its decoder's tokens.
 
     Args:
       window, ngram, guesses: W, N and G of the paper; the defaults are the original's for a 7B model. The

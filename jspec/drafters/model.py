@@ -78,7 +78,13 @@ def read(
 def _method(model: LanguageModel, num_tokens: int, sample: bool) -> Method:
     def init(params: ModelParams, prompt: Prompt, capacity: int, target: LanguageModel) -> ModelState:
         batch = prompt.lengths.shape[0]
-        # A model with fewer positions than the target reads what it can, and drafts no further.
+        # A model with fewer positions than the target reads what it can, and drafts no further. What is cut
+        # off a source is mostly padding.
+        most = getattr(model.config, "source_length", None)
+        if most is not None and prompt.source is not None and prompt.source.shape[1] > most:
+            assert prompt.source_lengths is not None
+            lengths = jnp.minimum(prompt.source_lengths, most)
+            prompt = prompt._replace(source=prompt.source[:, :most], source_lengths=lengths)
         cache = model.start(params.weights, prompt, min(capacity, model.config.context_length))
         return ModelState(cache, jnp.full((batch, num_tokens), -1, jnp.int32))
 

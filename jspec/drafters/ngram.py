@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.drafters.autoregressive import draft_chain
 from jspec.drafters.common import no_update
+from jspec.io.tokenizer import Vocabulary
 from jspec.types import Context, Draft, Drafter, Keys, LanguageModel, Method, Prompt
 
 
@@ -31,6 +33,7 @@ class NgramTable(NamedTuple):
     backoff: Float[Array, " V"]
     successors: Int[Array, "V k"]
     excess: Float[Array, "V k"]  # 0 where there is no such successor
+    vocabulary: Vocabulary | None = None  # no leaves: the front door refuses a target of another one
 
     @property
     def vocab_size(self) -> int:
@@ -48,6 +51,9 @@ class NgramTable(NamedTuple):
         return jax.vmap(lambda law, index, more: law.at[index].add(more))(
             laws, self.successors[tokens], self.excess[tokens]
         )
+
+
+ARRAYS = ("unigram", "backoff", "successors", "excess")
 
 
 @functools.cache
@@ -81,7 +87,7 @@ def ngram(table: NgramTable | str | Path, num_tokens: int = 3) -> Drafter:
     bigram model on translation. `training.ngram` makes tables by counting.
 
     Args:
-      table: an `NgramTable` or the file of one; its vocabulary is as wide as the target's logits.
+      table: an `NgramTable` or the file of one; it is as wide as the target's logits.
       num_tokens: the longest draft (gamma; 3 in the paper).
     Raises:
       ValueError: ``num_tokens`` < 1; a table of another size than the target's vocabulary (when first run).
@@ -95,8 +101,10 @@ def ngram(table: NgramTable | str | Path, num_tokens: int = 3) -> Drafter:
 
 
 def save_ngram(path: str | Path, table: NgramTable) -> None:
-    """Write a table as ``.npz``, one array a field."""
-    arrays: dict[str, Any] = {name: np.asarray(value) for name, value in table._asdict().items()}
+    """Write a table as ``.npz``, one array a field; the vocabulary, if known, as the bytes of a JSON list."""
+    arrays: dict[str, Any] = {name: np.asarray(getattr(table, name)) for name in ARRAYS}
+    if table.vocabulary is not None:
+        arrays["vocabulary"] = np.frombuffer(json.dumps(table.vocabulary.tokens).encode(), np.uint8)
     with Path(path).open("wb") as file:  # to a file, since to a name savez would add a suffix
         np.savez_compressed(file, **arrays)
 
@@ -113,7 +121,10 @@ def load_ngram(path: str | Path) -> NgramTable:
         raise FileNotFoundError(f"table: no such file: {path}")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            unigram, backoff, successors, excess = (arrays[name] for name in NgramTable._fields)
+            unigram, backoff, successors, excess = (arrays[name] for name in ARRAYS)
+            vocabulary = None
+            if "vocabulary" in arrays:  # tables that were made without, or by earlier versions, have none
+                vocabulary = Vocabulary(tuple(json.loads(arrays["vocabulary"].tobytes())))
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"table: {path} is not an n-gram table: {error}") from None
     shapes = [unigram.shape, backoff.shape, successors.shape, excess.shape]
@@ -127,4 +138,5 @@ def load_ngram(path: str | Path) -> NgramTable:
         raise ValueError(
             f"table: {path}: expected successors below {len(unigram)} and laws of sum 1, got others"
         )
-    return NgramTable(*(jnp.asarray(array) for array in (unigram, backoff, successors, excess)))
+    arrays = (jnp.asarray(array) for array in (unigram, backoff, successors, excess))
+    return NgramTable(*arrays, vocabulary=vocabulary)

@@ -130,7 +130,8 @@ def token_recycling(num_nodes: int = 24, *, k: int = 8, template: trees.Template
         from the prompt     x_{t+1} is moved to the front of successors[x_t]
 
     The second rule is ours: the original's table starts with zeros, and is kept from one prompt to the
-    next, which makes its figures depend on the order of prompts.
+    next, which makes its figures depend on the order of prompts. An encoder-decoder's source is not read: its
+    successors are of another language, or none of the target's.
 
     Args:
       num_nodes: width of the tree, root included, for which the nodes most often right are taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jspec.io.params import fill, named
-from jspec.models import Config, Seq2SeqConfig, registry
+from jspec.models import Config, Seq2SeqConfig, check_dtype, registry
 from jspec.models.decoder import Params
 from jspec.models.families.base import ROW, TRANSPOSE, Family, Transform
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from jspec.checkpoint import Model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
 
 
 def find_folder(path_or_id: str | Path) -> Path:
@@ -126,13 +127,14 @@ def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Con
 
     Raises:
         FileNotFoundError: nothing there, or out of reach.
-        ValueError: an architecture, setting, quantisation or tensor that is unknown, missing or misshapen, or
-            a broken file; the message names it.
+        ValueError: an architecture, setting, quantisation or tensor that is unknown, missing or misshapen, a
+            dtype that the model overflows, or a broken file; the message names it.
     """
     folder = find_folder(path_or_id)
     raw = read_json(folder / "config.json")
     family = registry.family(raw)
     config, tensors = family.config(raw), Tensors(folder)
+    check_dtype(config, dtype)
     names = set(tensors.files)
     prefix = _prefix(family, names)
 
@@ -158,24 +160,43 @@ def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Con
     return config, fill(config, rows, names, tensors.read, dtype, str(folder), ignored), folder
 
 
+def _generation(folder: Path) -> dict[str, Any]:
+    """What a folder says about generating. As in transformers, one file says all of it: what the first does
+    not say, or says is null, is not looked for in the second."""
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    return read_json(next((path for path in files if path.is_file()), files[-1]))
+
+
 def decoder_start(folder: Path) -> tuple[int, ...]:
     """The tokens that an encoder-decoder's decoder begins with: the start token and, where the checkpoint
     forces a first token (BART, mBART), that one.
 
     Raises:
-        ValueError: neither generation_config.json nor config.json tells.
+        ValueError: generation_config.json, or config.json where there is none, does not tell.
     """
-    files = [folder / name for name in ("generation_config.json", "config.json")]
-    told = [read_json(path) for path in files if path.is_file()]
-
-    def find(key: str) -> int | None:
-        return next((values[key] for values in told if values.get(key) is not None), None)
-
-    start, forced = find("decoder_start_token_id"), find("forced_bos_token_id")
-    start = find("bos_token_id") if start is None else start
+    told = _generation(folder)
+    start, forced = told.get("decoder_start_token_id"), told.get("forced_bos_token_id")
+    start = told.get("bos_token_id") if start is None else start
     if not isinstance(start, int):
         raise ValueError(f"{folder}: decoder_start_token_id: expected the id of a token, got {start}")
     return (start,) if forced is None else (start, forced)
+
+
+def banned(folder: Path) -> tuple[int, ...]:
+    """The tokens that a checkpoint never lets out: ``suppress_tokens`` and ``bad_words_ids``.
+
+    Raises:
+        ValueError: a ban of another kind (a sequence of tokens, or of a first token); the message names it.
+    """
+    told = _generation(folder)
+    words = told.get("bad_words_ids") or []
+    if any(len(word) != 1 for word in words):
+        raise ValueError(f"{folder}: bad_words_ids: expected single tokens, got {words}")
+    if told.get("begin_suppress_tokens"):
+        raise ValueError(
+            f"{folder}: begin_suppress_tokens = {told['begin_suppress_tokens']} is not supported"
+        )
+    return tuple(sorted({*(told.get("suppress_tokens") or []), *(word[0] for word in words)}))
 
 
 # --- writing ----------------------------------------------------------------------------------------
@@ -185,9 +206,10 @@ def save_hf(model: Model, folder: str | Path) -> Path:
     """Write a model as a Hugging Face folder that transformers loads: config.json, model.safetensors,
     generation_config.json and the tokenizer's files. Returns the folder.
 
-    The weights keep their dtypes; `load_hf` gives the same params back, bit for bit. Whatever family the
-    architecture came from, the first one that can express it is written (`registry.express`). Scales of
-    attention, embedding and head that T5 has no words for go into the weights (`without_scales`).
+    Whatever family the architecture came from, the first one that can express it is written
+    (`registry.express`). The weights keep their dtypes, and `load_hf` gives the same params back, bit for
+    bit, unless a T5-like model has scales of attention, embedding or head that T5 has no words for: these go
+    into the weights (`without_scales`), and other params with the same logits come back.
 
     Raises:
         ValueError: the folder is not empty, or no family can express the model; the message says why.
@@ -208,40 +230,49 @@ def save_hf(model: Model, folder: str | Path) -> Path:
     if model.tokenizer is not None:
         model.tokenizer.backend.save_pretrained(str(folder))
     raw |= {"dtype": str(params["embedding"].dtype), **generation}
-    for name, values in (("generation_config.json", generation), ("config.json", raw)):
+    bans = {"suppress_tokens": list(model.banned)} if model.banned else {}
+    for name, values in (("generation_config.json", generation | bans), ("config.json", raw)):
         (folder / name).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     return folder
 
 
 def without_scales(config: Config, params: Params) -> tuple[Config, Params]:
-    """A T5-like model with scaled attention or a scaled embedding, as one of the same logits without.
+    """A T5-like model with scales that T5 has no words for, as one of the same logits without.
 
     Training likes the scales (Adam moves every number by about the learning rate, whatever its size); a T5
-    checkpoint holds the products. Queries take that of the scores. What remains to be said of a tied
-    embedding's after it went into the embedding goes into the final norm::
+    checkpoint holds the products. Queries take that of the scores, the embedding s its own, and an untied
+    head l that of the logits. A tied head reads the embedding, so there the final norm's gain takes what is
+    left to be said, beside the scale E^-0.5 that T5 1.0 has::
 
         norm(x) g . e l  =  norm(x) g' . (s e) E^-0.5   with   g' = g (l / s) E^0.5
 
-    Other models come back as they are.
+    Products are computed in float32 and rounded once, to the dtype of the weights. Other models, and scales
+    that T5 has, come back as they are.
     """
     if not isinstance(config, Seq2SeqConfig) or config.positions != "relative":
         return config, params
+
+    def scaled(x: jax.Array, scale: float) -> jax.Array:
+        return (x.astype(jnp.float32) * scale).astype(x.dtype)
+
     if config.attention_scale != 1:
         scale = config.attention_scale
         params = jax.tree_util.tree_map_with_path(
-            lambda path, x: x * jnp.asarray(scale, x.dtype) if jax.tree_util.DictKey("query") in path else x,
-            params,
+            lambda path, x: scaled(x, scale) if jax.tree_util.DictKey("query") in path else x, params
         )
         config = dataclasses.replace(config, attention_scale=1.0)
-    if config.tied and config.embedding_scale != 1 and config.norm_placement == "pre":
-        scale, plain = config.embedding_scale, config.width**-0.5
-        embedding, gain = params["embedding"], params["norm"]["scale"]
-        params = params | {
-            "embedding": embedding * jnp.asarray(scale, embedding.dtype),
-            "norm": params["norm"] | {"scale": gain * (config.logit_scale / scale / plain)},
-        }
-        config = dataclasses.replace(config, embedding_scale=1.0, logit_scale=plain)
-    return config, params
+    plain, s, head = config.width**-0.5, config.embedding_scale, config.logit_scale
+    known = head == 1 or math.isclose(head, plain, rel_tol=1e-6)
+    if (s == 1 and known) or config.norm_placement != "pre":
+        return config, params
+    params = params | {"embedding": scaled(params["embedding"], s)}
+    if config.tied:
+        params["norm"] = params["norm"] | {"scale": scaled(params["norm"]["scale"], head / s / plain)}
+        head = plain
+    elif not known:
+        params["unembedding"] = {"kernel": scaled(params["unembedding"]["kernel"], head)}
+        head = 1.0
+    return dataclasses.replace(config, embedding_scale=1.0, logit_scale=head), params
 
 
 def _token_ids(model: Model) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jspec import parallel
 from jspec.io import tokenizer as tokenizers
-from jspec.models import Config, DecoderConfig, Seq2SeqConfig, abstract_params, cast
+from jspec.models import Config, DecoderConfig, Seq2SeqConfig, abstract_params, cast, check_dtype
 from jspec.models.rotary import rotary
 from jspec.types import PyTree
 
@@ -44,7 +44,8 @@ def describe(config: Config) -> dict[str, Any]:
 def architecture(values: Mapping[str, Any], name: str = "architecture") -> Config:
     """A config from plain values: fields of `DecoderConfig` or `Seq2SeqConfig`, and ``kind``.
 
-    ``rotary`` may be a rope description as checkpoints have it (``{rope_theta: 10000}``).
+    ``rotary`` may be a rope description as checkpoints have it (``{rope_theta: 10000}``); one that holds up
+    to some position only (longrope, dynamic) ends the model's positions there.
 
     Raises:
       ValueError: unknown, missing or wrong fields; one line.
@@ -56,10 +57,15 @@ def architecture(values: Mapping[str, Any], name: str = "architecture") -> Confi
     known = {field.name for field in dataclasses.fields(KINDS[kind])}
     if unknown := sorted(values.keys() - known):
         raise ValueError(f"{name}: unknown key {unknown[0]!r} for a model of kind {kind!r}")
+    bounds: list[int] = []
     try:
         for key in ("rotary", "local_rotary"):
             if isinstance(rope := values.get(key), Mapping) and "frequencies" not in rope:
-                values[key] = rotary(rope, values["head_dim"], values["context_length"])[0]
+                values[key], bound = rotary(rope, values["head_dim"], values["context_length"])
+                if bound is not None:
+                    bounds.append(bound)
+        if bounds:
+            values |= {"context_length": min(values["context_length"], *bounds), "bounded": True}
         return pydantic.TypeAdapter(KINDS[kind]).validate_python(values)
     except KeyError as error:
         raise ValueError(f"{name}: {error} is missing") from None
@@ -153,11 +159,11 @@ def load_run(folder: Path, dtype: DTypeLike = "float32", *, mesh: Mesh | None = 
 
     Args:
       mesh: where the params go (`parallel.param_shardings`), whatever mesh they were trained on; None: to
-        this process' first device.
+        this process' first device. A drafter belongs on its target's mesh (`parallel.check_together`).
 
     Raises:
       FileNotFoundError: there is no complete checkpoint.
-      ValueError: a broken description, or a checkpoint of other shapes.
+      ValueError: a broken description, a checkpoint of other shapes, or a dtype that the model overflows.
     """
     values = _read(folder / MODEL)
     steps = complete_steps(folder / CHECKPOINTS)
@@ -165,6 +171,7 @@ def load_run(folder: Path, dtype: DTypeLike = "float32", *, mesh: Mesh | None = 
     if step is None or step not in steps:
         raise FileNotFoundError(f"{folder}: there is no complete checkpoint (yet)")
     config = architecture(values["architecture"], f"{folder / MODEL}: architecture")
+    check_dtype(config, dtype)
     wanted = abstract_params(config)
     wanted = (
         abstract(wanted)

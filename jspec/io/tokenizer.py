@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
@@ -30,6 +31,8 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "tokenizer.model",
     "spiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
     "vocab.json",
 )
 
@@ -99,14 +102,11 @@ class Tokenizer:
       backend: a Hugging Face tokenizer (`PreTrainedTokenizerBase`); no torch involved.
       vocabulary: its length is the real vocabulary size, which a model may pad.
       eos: the ids that end a text or a turn; () when none is known.
-      bos: the id that `encode` puts first when the text does not already start with it; None: whatever
-        the backend does by itself.
     """
 
     backend: Any
     vocabulary: Vocabulary
     eos: tuple[int, ...]
-    bos: int | None = None
 
     @property
     def has_chat_template(self) -> bool:
@@ -124,10 +124,10 @@ class Tokenizer:
         """
         return self._once_begun(self._ids(text, special=special))
 
-    def encode_target(self, text: str) -> list[int]:
+    def encode_target(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of ``text`` as an answer: those of `encode`, unless the checkpoint cuts answers otherwise
         than sources (Marian has a SentencePiece model for each language). `decode` reads answers."""
-        return self._once_begun(self._ids(text, special=True, side="text_target"))
+        return self._once_begun(self._ids(text, special=special, side="text_target"))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids`` without special tokens; bytes that are no UTF-8 come out as U+FFFD."""
@@ -160,8 +160,7 @@ class Tokenizer:
             raise ValueError(
                 f"text: expected Unicode, got the lone surrogate U+{code:X} at index {error.start}"
             ) from None
-        ids = self.backend(**{side: text}, add_special_tokens=special, verbose=False)["input_ids"]
-        return [self.bos, *ids] if self.bos is not None and ids[:1] != [self.bos] else ids
+        return self.backend(**{side: text}, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 class Detokenizer:
@@ -275,6 +274,15 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     backend = Backend(model)
     backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()
+    chat_template = metadata.get("tokenizer.chat_template")
+    if metadata.get("tokenizer.ggml.add_bos_token", False) and "bos" in ids:
+        # The backend does it, text and chats alike, so that it is saved with it.
+        bos = tokens[ids["bos"]]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, ids["bos"])]
+        )
+        if chat_template is not None and "bos_token" not in chat_template and bos not in chat_template:
+            chat_template = "{{ bos_token }}" + chat_template
     for i, kind in enumerate(types):
         if i in special or kind == USER_DEFINED:
             token = AddedToken(tokens[i], normalized=False, special=i in special)
@@ -288,7 +296,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         bos_token=text("bos"),
         eos_token=text("eos"),
         pad_token=text("padding"),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=chat_template,
     )
     size = max(vocab.values()) + 1
     ends = {i for i in special if tokens[i] in END_TOKENS}
@@ -299,7 +307,6 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             tuple(token if kind != UNUSED else "" for token, kind in zip(tokens, types, strict=True))[:size]
         ),
         eos=tuple(sorted(ends)),
-        bos=ids.get("bos") if metadata.get("tokenizer.ggml.add_bos_token", False) else None,
     )
 
 
@@ -333,10 +340,16 @@ def from_folder(folder: Path) -> Tokenizer | None:
     End tokens are the union of what the tokenizer, ``generation_config.json`` and ``config.json`` declare.
 
     Raises:
-      ValueError: the tokenizer's files cannot be read.
+      ValueError: the tokenizer's files cannot be read, or need the package sentencepiece, which is not there.
     """
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
+    pieces = sorted(path.name for path in folder.iterdir() if path.suffix in (".spm", ".model"))
+    if pieces and not (folder / "tokenizer.json").exists() and not importlib.util.find_spec("sentencepiece"):
+        raise ValueError(
+            f"tokenizer of {folder}: {pieces[0]} needs sentencepiece, which is not installed "
+            "(pip install 'jspec[sentencepiece]')"
+        )
     try:
         backend = _transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         tokens = backend.get_vocab()

@@ -2,10 +2,19 @@
 
 from jspec.models.cache import Cache, Rows
 from jspec.models.decoder import DecoderConfig
-from jspec.models.params import Config, abstract_params, cast, init_params, is_norm, language_model
-from jspec.models.seq2seq import Seq2SeqConfig
+from jspec.models.params import (
+    Config,
+    abstract_params,
+    cast,
+    check_dtype,
+    init_params,
+    is_norm,
+    language_model,
+)
+from jspec.models.seq2seq import ENDLESS, Seq2SeqConfig
 
 __all__ = [
+    "ENDLESS",
     "Cache",
     "Config",
     "DecoderConfig",
@@ -13,6 +22,7 @@ __all__ = [
     "Seq2SeqConfig",
     "abstract_params",
     "cast",
+    "check_dtype",
     "init_params",
     "is_norm",
     "language_model",

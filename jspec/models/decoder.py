@@ -1,4 +1,5 @@
-"""One decoder-only transformer for the Llama, Qwen, Mistral, Gemma, GPT-2 and OPT families.
+"""The transformer of all families: a decoder, alone (Llama, Qwen, Mistral, Gemma, GPT-2, OPT) or with
+cross-attention, and the stack of layers that encoders are made of, too.
 
 What differs between families is a field of `DecoderConfig`; `jspec.models.registry` fills it from a
 checkpoint's own config. The modules are flax nnx and are split once: everything outside this file sees
@@ -70,6 +71,14 @@ class DecoderConfig:
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.learned_positions and not self.bounded:
+            # A position beyond the table would read its last row, and nobody would notice.
+            raise ValueError(
+                "bounded: expected true with learned positions, which end with their table "
+                f"(context_length: {self.context_length} rows), got false"
+            )
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer; None if it sees everything."""
@@ -197,9 +206,10 @@ class Decoder(Stack):
     def head(self, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
         """Logits in float32."""
         kernel = self.embedding[...].T if self.unembedding is None else self.unembedding.kernel[...]
-        if self.config.logit_scale != 1:
-            hidden = hidden * jnp.asarray(self.config.logit_scale, hidden.dtype)
         logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        if self.config.logit_scale != 1:
+            # Not on `hidden`: in bfloat16 the scale itself would be rounded, and all logits with it.
+            logits = logits * jnp.float32(self.config.logit_scale)
         if self.head_bias is not None:
             bias = self.head_bias[...].astype(jnp.float32)
             logits = logits + jnp.expand_dims(bias, tuple(range(logits.ndim - 1)))
@@ -229,10 +239,12 @@ class Decoder(Stack):
 def language_model(config: DecoderConfig) -> LanguageModel:
     """The pure functions of an architecture. Cached: equal configs give the same object.
 
-    ``params`` is the nested dict of the module's arrays: ``embedding`` [V, E]; ``positions`` (learned ones);
-    ``layers[i]`` with ``attention.{query, key, value, out}``, ``mlp.{gate, up, down}`` (each ``kernel``
-    [in, out] and, where the family has one, ``bias``) and the norms' ``scale`` and ``bias``; ``norm``;
-    ``unembedding`` unless tied. Keys and values are cached in the dtype of ``embedding``.
+    ``params`` is the nested dict of the module's arrays: ``embedding`` [V, E]; ``layers[i]`` with
+    ``attention.{query, key, value, out}``, ``mlp.{gate, up, down}`` (each ``kernel`` [in, out] and, where the
+    family has one, ``bias``) and the norms' ``scale`` and ``bias``; and, where the config has them,
+    ``positions`` [context_length, E], ``relative_bias`` [buckets, H], ``embedding_norm``, ``norm``,
+    ``unembedding`` (unless tied) and ``head_bias`` [V]. Keys and values are cached in the dtype of
+    ``embedding``.
 
     ``extend`` treats a token of -1 as a place for ``block.inputs``, which replace the (scaled) embedding
     before learned positions are added. Where ``block.mask`` is None the block is causal. The cache and the

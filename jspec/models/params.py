@@ -43,6 +43,20 @@ def is_norm(path: tuple[Any, ...]) -> bool:
     return any(str(getattr(entry, "key", entry)).endswith("norm") for entry in path)
 
 
+def check_dtype(config: Config, dtype: DTypeLike) -> None:
+    """Refuse float16 for models with relative positions (T5, mT5): trained in bfloat16, they have activations
+    beyond the 65,504 that float16 ends at, and without the clamps of other implementations NaN comes out."""
+    if (
+        jnp.dtype(dtype) == jnp.float16
+        and isinstance(config, Seq2SeqConfig)
+        and config.positions == "relative"
+    ):
+        raise ValueError(
+            "dtype: expected bfloat16 or float32 for a T5-like model, whose activations overflow float16, "
+            "got float16"
+        )
+
+
 def cast(params: Params, dtype: DTypeLike) -> Params:
     """Params in another dtype, norms left in float32."""
     return jax.tree_util.tree_map_with_path(lambda path, x: x if is_norm(path) else x.astype(dtype), params)

@@ -21,6 +21,7 @@ from jspec.models.layers import Dropout, Memory, Relative
 from jspec.types import Block, Forward, LanguageModel, Prompt
 
 ENCODER_SITES = 1 << 16  # dropout streams of the encoder, apart from the decoder's
+ENDLESS = 1 << 20  # positions without an end: longer than anything that is read or written
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,8 @@ class Seq2SeqConfig:
     num_encoder_layers: int
     num_heads: int
     head_dim: int
-    context_length: int = 1 << 20  # decoder positions; relative ones have no end
-    source_length: int = 1 << 20  # encoder positions
+    context_length: int = ENDLESS  # decoder positions; relative ones have no end
+    source_length: int = ENDLESS  # encoder positions
     bounded: bool = False  # positions beyond these do not exist (learned ones)
 
     positions: Literal["relative", "learned", "sinusoidal"] = "relative"
@@ -56,6 +57,13 @@ class Seq2SeqConfig:
     embedding_scale: float = 1.0
     attention_scale: float = 1.0
     logit_scale: float = 1.0  # T5 1.0, whose head is its embedding: width ** -0.5
+
+    def __post_init__(self) -> None:
+        if self.positions == "learned" and not self.bounded:
+            raise ValueError(
+                "bounded: expected true with learned positions, which end with their tables (context_length: "
+                f"{self.context_length} rows, source_length: {self.source_length}), got false"
+            )
 
     def _stack(self, *, encoder: bool) -> DecoderConfig:
         relative = Relative(self.relative_buckets, self.relative_distance, bidirectional=encoder)

@@ -17,7 +17,7 @@ rule               draft     exactness                      coins
 ================== ========= ============================== =============================
 
 A factory returns a `jspec.types.Verifier`. Greedy decoding is temperature 0 of every rule: the law is
-one-hot, so a token is accepted if and only if it is the target's argmax.
+one-hot, so a token is accepted if and only if it is the target's argmax. Only `lenience` looks behind it.
 """
 
 from jspec.types import Method, Verifier

@@ -2,7 +2,8 @@
 
 The three that judge by a threshold (`typical`, `top_beta`, `rollback`) look at every node whose ancestors
 all passed and keep the longest path that did, the likelier one on ties. They read the law that the sampler
-gives, so bans and filters hold, and at temperature 0, where that law is one-hot, they are exact.
+gives, so bans and filters hold, and at temperature 0, where that law is one-hot, they are exact (`lenience`
+is not).
 """
 
 from __future__ import annotations
@@ -30,7 +31,33 @@ def _lenience(
     depth: int,
     keys: Keys,
 ) -> Verdict:
-    siblings = in_turn(draft, keys, replacement=False, lenience=factor)
+    width, vocab_size = logits.shape[1:]
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    level = trees.depths(trees.ancestors(draft.parents))
+    judge = in_turn(draft, keys, replacement=False, lenience=factor)
+
+    def siblings(
+        p: Float[Array, "B V"], node: Int[Array, " B"], looking: Bool[Array, " B"]
+    ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+        def likely_enough() -> Int[Array, " B"]:
+            # A one-hot law says nothing but which token is the best. So the children's logits are raised by
+            # -log l: then one of them is the best if and only if it has l times the best probability.
+            children = draft.valid & (draft.parents == node[:, None])
+            drafted = jax.vmap(lambda tokens: jnp.zeros(vocab_size, bool).at[tokens].set(True, mode="drop"))(
+                jnp.where(children, draft.tokens, vocab_size)
+            )
+            at_node = base.at(logits, node)
+            raised = jnp.where(drafted, at_node - jnp.log(factor), at_node)
+            path = base.path_to(draft, node, depth)
+            law = sampler.law(base.push_path(sampler, history, draft, path, base.at(level, node)), raised)
+            best = children & (draft.tokens == sampling.argmax(law)[:, None])
+            return jnp.where(best, index, width).min(1)
+
+        child, leftover = judge(p, node, looking)
+        greedy = looking & ((p > 0).sum(-1) == 1)
+        lenient = jax.lax.cond(greedy.any(), likely_enough, lambda: child)
+        return jnp.where(greedy, lenient, child), base.select(greedy, p, leftover)
+
     return descend(sampler, history, logits, draft, depth, keys, siblings)
 
 
@@ -39,6 +66,10 @@ def lenience(factor: float) -> Verifier:
 
     Siblings and residual are those of `tree`, which this is at l = 1. On a chain no token comes out with a
     probability above p(x) / l, and the acceptance rate is sum_x min(p(x) / l, q(x)).
+
+    At temperature 0 (and wherever a law is one-hot, as with ``top_k`` 1) that ratio says nothing, and the
+    paper compares what the law was made of: a token is accepted if p(x) >= l max p, p at temperature 1, after
+    penalties and bans; of several such siblings the likeliest. The token after them is the target's best.
 
     Args:
         factor: l in (0, 1].
@@ -51,8 +82,7 @@ def lenience(factor: float) -> Verifier:
         False
 
     Reference:
-        Leviathan, Kalman, Matias, arXiv 2211.17192, appendix A.5. Its variant for argmax decoding
-        (p(x) >= l max p) is not this rule at temperature 0, which is exact, but `top_beta`.
+        Leviathan, Kalman, Matias, arXiv 2211.17192, appendix A.5 and Table 5.
     """
     _check(0 < factor <= 1, "factor", "a number in (0, 1]", factor)
     return Verifier(Partial(_lenience, jnp.float32(factor)), base.ALL_DRAWS, False, "lenience")

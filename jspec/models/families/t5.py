@@ -14,13 +14,12 @@ from jspec.models.families.base import (
     linear,
 )
 from jspec.models.rotary import need
-from jspec.models.seq2seq import Seq2SeqConfig
-
-_ENDLESS = 1 << 20  # positions are relative; what a checkpoint calls n_positions bounds nothing
+from jspec.models.seq2seq import ENDLESS, Seq2SeqConfig
 
 
 def _common(raw: Raw, feed_forward: str) -> dict[str, Any]:
-    """The head counts as tied whatever the config says: transformers 5 ties it unless another is stored."""
+    """The head counts as tied whatever the config says: transformers 5 ties it unless another is stored.
+    Positions are relative; what a checkpoint calls n_positions bounds nothing."""
     feed_forward = raw.get("feed_forward_proj", feed_forward)
     gate, _, name = feed_forward.rpartition("-")
     if gate not in ("", "gated"):
@@ -35,8 +34,8 @@ def _common(raw: Raw, feed_forward: str) -> dict[str, Any]:
         "num_encoder_layers": need(raw, "num_layers"),
         "num_heads": need(raw, "num_heads"),
         "head_dim": need(raw, "d_kv"),
-        "context_length": raw.get("max_target_positions", _ENDLESS),
-        "source_length": raw.get("max_source_positions", _ENDLESS),
+        "context_length": raw.get("max_target_positions", ENDLESS),
+        "source_length": raw.get("max_source_positions", ENDLESS),
         "relative_buckets": raw.get("relative_attention_num_buckets", 32),
         "relative_distance": raw.get("relative_attention_max_distance", 128),
         "activation": activation(raw.get("dense_act_fn", name)),
@@ -77,7 +76,7 @@ def _raw(c: Seq2SeqConfig) -> dict[str, Any]:
         "dense_act_fn": name,
         "is_gated_act": c.gated,
         "tie_word_embeddings": c.logit_scale != 1,
-        **{key: length for key, length in lengths.items() if length != _ENDLESS},
+        **{key: length for key, length in lengths.items() if length != ENDLESS},
     }
 
 

@@ -302,7 +302,6 @@ def generate(
             raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
     requests = _as_requests(model, prompts, chat, system, decoder_prefix)
     limits = whole_each("max_new_tokens", max_new_tokens, len(requests))
-    slots = _capacity(model, requests, limits, capacity)
     batch = _prepare(
         "generate",
         model,
@@ -314,6 +313,7 @@ def generate(
         prompts=len(requests),
         samples=num_samples,
     )
+    slots = _capacity(model, requests, limits, capacity)
     requests = [request for request in requests for _ in range(num_samples)]
     limits = np.repeat(limits, num_samples)
     rows = min(batch_size or len(requests), len(requests))

@@ -12,8 +12,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A random key that is used twice is an error (`fold_in` does not use a key up).
 jax.config.update("jax_debug_key_reuse", True)
-# Compilation is most of the run time; a second run, and the other process of a parallel one, read it here.
+# Compilation is most of the run time; a second run, the other process of a parallel one and later modules
+# read it here, small programs, too: there are thousands of them.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 MISSING = {
     "torch": importlib.util.find_spec("torch") is None and "PyTorch is not installed",

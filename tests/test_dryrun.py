@@ -36,6 +36,7 @@ def write(folder: Path, **changes: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_real_arrays(tmp_path):
     found = result(start("dry_run", str(tmp_path), str(write(tmp_path))))
     assert found["said"] == found["held"]

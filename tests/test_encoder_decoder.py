@@ -37,6 +37,7 @@ def test_generate_equals_full_forwards_and_rows_are_refilled(model, answers, bat
     assert out.finish_reasons == ["eos" if a[-1] == EOS else "length" for a in answers]
 
 
+@pytest.mark.slow
 def test_a_smaller_encoder_decoder_drafts(model, answers):
     smaller = jspec.Model(
         *testing.tiny_seq2seq(seed=5, vocab_size=V, num_layers=1, num_encoder_layers=1, width=16),
@@ -71,6 +72,7 @@ def test_a_draft_model_reads_its_own_rows_source(model, answers, batch_size):
     assert out.stats.acceptance_rate == 1
 
 
+@pytest.mark.slow
 def test_a_draft_model_with_fewer_source_positions(model, answers):
     """The padding that the target's width asks for is cut off; of a longer source it reads the beginning."""
     settings = dict(vocab_size=V, positions="learned", bounded=True, context_length=64, num_layers=1)

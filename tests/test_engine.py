@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ STATEFUL = (
     "lookahead",
     "jacobi",
 )
+QUICK_STATEFUL = ("model/block", "token_recycling", "lookahead")
 
 
 def build(name: str, model: Tiny | None = None) -> tuple[Drafter, Verifier]:
@@ -58,39 +61,28 @@ def eos_of(ids: list[int]) -> engine.Stops:
     return engine.Stops(jnp.array(ids, jnp.int32), jnp.zeros((0, 1), jnp.int32))
 
 
-#: Second cases of a drafter, with another rule or a stopping rule: under `slow`.
-SECOND = (
-    "scripted/token",
-    "model/token",
-    "model greedy",
-    "model confidence",
-    "model entropy",
-    "heuristic(suffix)",
-    "early_exit greedy",
-    "suffix/token",
-    "suffix/block",
-    "suffix pld",
-    "suffix vllm_ngram",
-    "suffix tree/tree",
-    "iid tree/with_replacement",
-    "iid tree/kseq",
+#: Cases of the quick suite: every part of the contract. The rest runs under `slow`.
+QUICK = (
+    "plain",
+    "model/block",
+    "early_exit",
+    "suffix tree",
+    "token_recycling",
+    "iid tree/tree",
+    "lookahead",
+    "ngram",
 )
-#: Cases that run with an encoder-decoder in the quick suite: an encoder for the drafter, the target's own
-#: truncated cache, trees, side rows. The others under `slow`.
-QUICK_ENCODER_DECODER = ("model/block", "early_exit", "suffix tree", "token_recycling", "lookahead")
+QUICK_ENCODER_DECODER = ("model/block", "suffix tree")
+
+
+def quick(names: Iterable[str], chosen: tuple[str, ...], *more: Any) -> list[Any]:
+    """Parameters of a test, the names that were not chosen under `slow`."""
+    return [pytest.param(name, *more, marks=() if name in chosen else pytest.mark.slow) for name in names]
 
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [
-        *(pytest.param(name, target, marks=pytest.mark.slow if name in SECOND else ()) for name in CASES),
-        *(
-            pytest.param(
-                name, encoder_decoder, marks=() if name in QUICK_ENCODER_DECODER else pytest.mark.slow
-            )
-            for name in CASES
-        ),
-    ],
+    [*quick(CASES, QUICK, target), *quick(CASES, QUICK_ENCODER_DECODER, encoder_decoder)],
 )
 def test_greedy_equals_plain_decoding_and_rows_equal_rows_alone(name, family):
     """Ragged prompts (and sources), another limit a row, no spare slot in the cache, end tokens inside
@@ -158,7 +150,9 @@ def lengths_beside(tree: object, path: tuple) -> jax.Array:
     return found
 
 
-@pytest.mark.parametrize("name", ["model/block", "suffix", "token_recycling"])
+@pytest.mark.parametrize(
+    "name", quick(["model/block", "suffix", "token_recycling"], ("model/block", "suffix"))
+)
 def test_stops_at_every_position_of_the_block(name):
     model = target(V)
     whole = reference(model, PROMPTS[1], 12)
@@ -261,7 +255,7 @@ def test_log_probabilities_equal_teacher_forced_scores():
         np.testing.assert_allclose(np.asarray(state.record)[row, first:last], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", quick(STATEFUL, QUICK_STATEFUL))
 def test_a_second_turn_equals_decoding_the_whole_conversation(name):
     model = target(V)
     drafter, rule = build(name)
@@ -301,6 +295,7 @@ def test_a_draft_model_reads_a_second_turn_from_where_it_stands(new):
     same_tree(state.drafter_state.cache, 0, fresh.drafter_state.cache, 0)
 
 
+@pytest.mark.slow
 def test_a_draft_model_with_fewer_positions_than_the_target():
     """It drafts as far as it can, and the row goes on plainly; a shorter row beside it drafts on."""
     model = target(V)
@@ -324,7 +319,7 @@ def test_a_draft_model_with_fewer_positions_than_the_target():
         assert proposed[16:].max() == 0  # the last root it can read is at place 11, its last draft at 14
 
 
-@pytest.mark.parametrize("draft_width", [V - 3, V + 5])
+@pytest.mark.parametrize("draft_width", [V - 3, pytest.param(V + 5, marks=pytest.mark.slow)])
 def test_a_draft_model_with_another_padding_of_the_vocabulary(draft_width):
     model = target(V)
     other = Tiny(*testing.tiny_decoder(seed=2, vocab_size=draft_width))
@@ -341,7 +336,7 @@ def test_a_draft_model_with_another_padding_of_the_vocabulary(draft_width):
         assert text(state, row) == reference(model, tokens, 9)
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", quick(STATEFUL, QUICK_STATEFUL))
 def test_a_refilled_row_equals_a_fresh_one(name):
     model = target(V)
     drafter, rule = build(name)
@@ -370,7 +365,7 @@ def test_a_refilled_row_equals_a_fresh_one(name):
     same_rows(fresh, 0, state, 1)
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", quick(STATEFUL, QUICK_STATEFUL))
 def test_chunks_of_the_prompt_do_not_matter(name, monkeypatch):
     """The state before the first round is the same for every way of cutting the prompt."""
     model = target(V)
@@ -427,7 +422,7 @@ def test_values_do_not_compile_again():
     assert (engine._run._cache_size(), engine._absorb._cache_size(), engine._empty._cache_size()) == before
 
 
-@pytest.mark.parametrize("name", ["plain", "token_recycling", "model/block"])
+@pytest.mark.parametrize("name", quick(["plain", "token_recycling", "model/block"], ("model/block",)))
 def test_the_cache_is_written_in_place(name):
     """Temporaries of the whole loop grow with S by less than a tenth of what the cache grows by."""
     model = Tiny(*testing.tiny_decoder(vocab_size=V, num_layers=8, width=64, num_heads=2))
@@ -520,7 +515,13 @@ def test_a_broken_token_that_is_not_emitted_breaks_nothing():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["plain", "model/block", "model/token", "suffix tree/tree", "iid tree/kseq"])
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        ["plain", "model/block", "model/token", "suffix tree/tree", "iid tree/kseq"],
+        ("plain", "suffix tree/tree"),
+    ),
+)
 def test_a_row_without_a_possible_token_ends_as_nan(name, temperature):
     model = target(V)
     drafter, rule = build(name)

@@ -380,6 +380,7 @@ def test_accumulation_equals_the_large_batch():
     assert distance(state.params, PARAMS) == 0
 
 
+@pytest.mark.slow
 def test_rematerialisation_changes_nothing():
     kept, numbers = one_step(batches()[0], OBJECTIVE)
     again, others = one_step(batches()[0], OBJECTIVE, rematerialise=True)
@@ -387,6 +388,7 @@ def test_rematerialisation_changes_nothing():
     assert distance(kept.params, again.params) < 1e-5
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_and_float32_remembers(tmp_path):
     seen = []
 

@@ -297,6 +297,8 @@ def test_prompts_of_a_chat_model_are_counted_as_it_gets_them(tmp_path):
         Example(chat, [*model.tokenizer.encode(r.target), 1]) for chat, r in zip(chats, records, strict=True)
     ]
     expected = ngram.smooth(ngram.count(texts, model.vocab_size), width=263)
+    assert table.vocabulary == model.vocabulary
+    expected = expected._replace(vocabulary=model.vocabulary)
     jax.tree.map(np.testing.assert_array_equal, table, expected)
     inputs = json.loads((tmp_path / "run/inputs.json").read_text())
     assert inputs["tokens"] == recipe.text_fingerprint(model.vocabulary.tokens)

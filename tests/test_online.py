@@ -62,7 +62,9 @@ def serve(target: Model, drafter: Model, settings: online.Online, step: int = 0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-@pytest.mark.parametrize("pair", [tables, encoder_decoders, pytest.param(decoders, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "pair", [tables, *(pytest.param(p, marks=pytest.mark.slow) for p in (encoder_decoders, decoders))]
+)
 def test_recorded_logits_are_those_of_a_separate_forward(pair, temperature):
     target, drafter = pair()
     serving = online.Serving(max_new_tokens=24, num_tokens=3, temperature=temperature)

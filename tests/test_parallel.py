@@ -79,10 +79,10 @@ def test_layout_of_an_encoder_decoder():
 
 
 def test_layout_of_biases_and_learned_positions():
+    settings = {"positions": "learned", "context_length": 16, "source_length": 16, "bounded": True}
     config = dataclasses.replace(
-        T5, positions="learned", norm="layer", bias=True, head_bias=True, gated=False, tied=True
+        T5, **settings, norm="layer", bias=True, head_bias=True, gated=False, tied=True
     )
-    config = dataclasses.replace(config, context_length=16, source_length=16, bounded=True)
     found = specs(parallel.param_shardings(mesh(2, 4), models.abstract_params(config), config))
     assert found["layers.0.attention.query.bias"] == found["layers.0.mlp.up.bias"] == P("model")
     assert found["layers.0.attention.out.bias"] == found["layers.0.mlp.down.bias"] == P()
@@ -133,7 +133,7 @@ def test_params_of_a_model_without_named_parts_are_whole():
 def test_optimizer_state_follows_its_params():
     config = DecoderConfig(
         **{"vocab_size": 512, "width": 256, "mlp_width": 256, "num_layers": 1, "num_heads": 4},
-        **{"num_kv_heads": 2, "head_dim": 128, "context_length": 8},
+        **{"num_kv_heads": 2, "head_dim": 128, "context_length": 8, "bounded": True},
     )
     params = models.abstract_params(config)
     placed = parallel.param_shardings(mesh(2, 2), params, config, FULL)
@@ -237,12 +237,16 @@ def test_numbers_need_a_coordinator(monkeypatch):
 
 
 def test_a_cluster_that_cannot_be_joined_is_an_error(monkeypatch):
+    def alone():
+        raise ValueError("coordinator_address should be defined.")
+
     def broken():
         raise ValueError("SLURM_NTASKS is not a number")
 
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         monkeypatch.delenv(name, raising=False)
-    parallel.initialize_distributed()  # JAX's own error on a machine alone is none
+    monkeypatch.setattr(jax.distributed, "initialize", alone)
+    parallel.initialize_distributed()
     monkeypatch.setattr(jax.distributed, "initialize", broken)
     with pytest.raises(ValueError, match="SLURM_NTASKS"):
         parallel.initialize_distributed()
@@ -328,6 +332,7 @@ def check_programs(tmp_path: Path, names: tuple[str, ...]) -> None:
                 assert shape.split("[")[1].startswith(("1,", "2,")), (name, kind, shape)
 
 
+@pytest.mark.slow
 def test_no_program_gathers_the_cache(tmp_path):
     """And every leaf of the state comes out of a round where it went in, so that nothing compiles twice."""
     check_programs(tmp_path, ("model",))
@@ -347,6 +352,7 @@ def test_losses_are_those_of_one_device(tmp_path):
         assert found["distance"][name] < 1e-3, name  # Adam divides small gradients by their own size
 
 
+@pytest.mark.slow
 def test_a_run_changes_its_mesh(tmp_path):
     """The same losses on one device, on (4, 2), and on (2, 4) from a checkpoint of (4, 2)."""
     found = result(start("topologies", str(tmp_path)))

@@ -409,6 +409,7 @@ def test_padding_is_no_part_of_a_law():
     assert acceptance.validate(*wide[1], batches, width=VOCAB) == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_on_policy_distillation_resumes_exactly(finetuned, tmp_path, monkeypatch):
     """Interrupted within a phase, after its checkpoint: the text that the drafter wrote is on the disk."""
     target, _, _ = finetuned

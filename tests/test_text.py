@@ -93,6 +93,7 @@ def each(i: int, **changes: Any) -> dict[str, Any]:
     return {name: values[i] for name, values in OPTIONS.items()} | changes
 
 
+@pytest.mark.slow
 def test_refilled_rows_and_batch_rows_equal_rows_alone(tiny):
     together = generate(tiny, PROMPTS, max_new_tokens=LIMITS, **SHARED, **OPTIONS)
     refilled = generate(tiny, PROMPTS, max_new_tokens=LIMITS, batch_size=2, **SHARED, **OPTIONS)

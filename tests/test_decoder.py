@@ -132,7 +132,10 @@ def in_blocks(model, params, tokens, size, first=0):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in ("bart", "marian") else ()) for n in CONFIGS | SEQ2SEQ],
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in ("bart", "marian", "window") else ())
+        for n in CONFIGS | SEQ2SEQ
+    ],
 )
 def test_every_cut_into_blocks_gives_the_same_logits(name):
     model, params = made(name)

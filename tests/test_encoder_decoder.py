@@ -57,7 +57,7 @@ def test_a_smaller_encoder_decoder_drafts(model, answers):
     assert together.tokens == [sampled[0][0], sampled[1][0]]
 
 
-@pytest.mark.parametrize("batch_size", [2, 16])
+@pytest.mark.parametrize("batch_size", [pytest.param(2, marks=pytest.mark.slow), 16])
 def test_a_draft_model_reads_its_own_rows_source(model, answers, batch_size):
     """The target drafts for itself: a row that read another's source, or kept the one of the row before it,
     would be refused somewhere. With 16 rows two are refilled at a time, and one place is filled up."""

@@ -28,7 +28,7 @@ STATEFUL = (
     "lookahead",
     "jacobi",
 )
-QUICK_STATEFUL = ("model/block", "token_recycling", "lookahead")
+QUICK_STATEFUL = ("model/block", "token_recycling")
 
 
 def build(name: str, model: Tiny | None = None) -> tuple[Drafter, Verifier]:
@@ -422,7 +422,7 @@ def test_values_do_not_compile_again():
     assert (engine._run._cache_size(), engine._absorb._cache_size(), engine._empty._cache_size()) == before
 
 
-@pytest.mark.parametrize("name", quick(["plain", "token_recycling", "model/block"], ("model/block",)))
+@pytest.mark.parametrize("name", quick(["plain", "token_recycling", "model/block"], ("plain",)))
 def test_the_cache_is_written_in_place(name):
     """Temporaries of the whole loop grow with S by less than a tenth of what the cache grows by."""
     model = Tiny(*testing.tiny_decoder(vocab_size=V, num_layers=8, width=64, num_heads=2))
@@ -473,6 +473,7 @@ def test_stream_yields_the_rounds_of_generate():
     assert seen[-1] == reference(model, PROMPTS[2], 15)
 
 
+@pytest.mark.slow
 def test_nan_weights_end_a_row_without_a_token():
     model = target(V)
     broken = jax.tree.map(lambda x: x * jnp.nan, model.params)

@@ -124,7 +124,8 @@ def test_joint_law(name):
     check(CASES[name].drafter(target(V), draft(V)), CASES[name].verify())
 
 
-@pytest.mark.parametrize("name", ["model/block", pytest.param("suffix tree/tree", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model/block", "suffix tree/tree"])
 def test_joint_law_with_penalty_and_top_p(name):
     check(CASES[name].drafter(target(V), draft(V)), CASES[name].verify(), top_p=0.8, penalty=PENALTY)
 

@@ -147,12 +147,10 @@ def compilations(monkeypatch):
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pair", "settings"),
-    [
-        (encoder_decoders, {"loss": "lk_hybrid"}),
-        pytest.param(decoders, {"only_rejected": True}, marks=pytest.mark.slow),
-    ],
+    [(encoder_decoders, {"loss": "lk_hybrid"}), (decoders, {"only_rejected": True})],
 )
 def test_acceptance_rises_on_a_fixed_stream(pair, settings, tmp_path, compilations):
     """The share of drafted tokens that the target takes, sum of min(p, q) and tokens per forward; and after

@@ -374,6 +374,7 @@ def test_plain_decoding_proposes_nothing(wheel):
 # --- drafters and rules -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_or_a_name_as_drafter(tiny):
     plain = generate(tiny, PROMPTS, max_new_tokens=12)
     assert same(plain, generate(tiny, PROMPTS, drafter=decoder(seed=3, logits=280), max_new_tokens=12))

@@ -70,7 +70,6 @@ QUICK = (
     "token_recycling",
     "iid tree/tree",
     "lookahead",
-    "ngram",
 )
 QUICK_ENCODER_DECODER = ("model/block", "suffix tree")
 

@@ -230,7 +230,6 @@ def _rounds_of_drafting(
     The context is that of ``state`` throughout, and so are the lengths of the drafter's caches, whose slots
     beyond them are scratch: otherwise a cache would soon be full.
     """
-
     forward = _made_up(params, drafter, sampler, state, target)
 
     def rewound(now: PyTree) -> PyTree:

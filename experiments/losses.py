@@ -49,7 +49,12 @@ def compare(
     drafter = base.drafters[config.drafter]
     found: dict[str, list[Outcome]] = {}
     for name, chosen in config.losses.items():
-        how = Recipe(loss=chosen.loss, loss_arguments=chosen.arguments, sources=config.sources)
+        how = Recipe(
+            loss=chosen.loss,
+            loss_arguments=chosen.arguments,
+            sources=config.sources,
+            features=config.features,
+        )
         settings = pipeline.distillation(base, drafter, how)
         for seed in config.seeds:
             training = settings.training.model_copy(update={"steps": config.steps, "seed": seed})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import rich.console
 
@@ -18,6 +18,7 @@ from jspec.io import orbax
 from jspec.types import Drafter
 from training import data, distill, finetune, ngram, readers, recipe, text
 from training.data import Example, Record
+from training.features import Precision
 
 ANSWERS = "answers"  # the folder of what the target writes, shared by all stages
 VALIDATION = 512  # sources to choose by: those of a distillation's evaluations, whose answers are there
@@ -163,23 +164,39 @@ class Workshop:
             return chosen
         return text.answered(self.target, chosen, self.writing, source.temperature, source.seed)
 
-    def write_answers(self, wanted: Sequence[text.Source]) -> None:
-        """Have the target answer the training sources, into the folder where all recipes look for that."""
-        inputs = {
+    @property
+    def _inputs(self) -> dict[str, Any]:
+        """What all text of the target depends on."""
+        return {
             "target": recipe.model_fingerprint(self.target.lm.config, self.target.params),
             "train": recipe.text_fingerprint(self.corpus.train),
             "writing": [self.config.max_new_tokens, self.config.generation_batch],
         }
-        plain = [s.model_copy(update={"weight": 1.0}) for s in wanted if s.text == "target"]
-        for source in dict.fromkeys(plain):
+
+    def write_answers(self, wanted: Sequence[text.Source]) -> None:
+        """Have the target answer the training sources, into the folder where all recipes look for that."""
+        for source in _different(s for s in wanted if s.text == "target"):
 
             def write(source: text.Source = source) -> dict[str, float]:
                 lengths = [len(example.target) for example in self.answered(source)]
                 return {"answers": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
 
-            number = "all" if source.examples is None else source.examples
-            name = f"answers, T={source.temperature:g}, seed {source.seed}, {number}"
-            self.stages.kept(name, inputs | {"source": source.model_dump(mode="json")}, write)
+            inputs = self._inputs | {"source": source.model_dump(mode="json")}
+            self.stages.kept(f"answers, {_called(source)}", inputs, write)
+
+    def keep_features(self, sources: Sequence[text.Source], precision: Precision) -> None:
+        """Compute what the target shows of its answers and of references, into the same folder."""
+        for source in _different(s for s in sources if s.text != "drafter"):
+
+            def compute(source: text.Source = source) -> dict[str, int]:
+                kept = text.features(
+                    self.target, self.answered(source), self.writing, precision, console=self.console
+                )
+                return {"bytes": kept.nbytes}
+
+            inputs = self._inputs | {"source": source.model_dump(mode="json"), "precision": precision}
+            called = "references" if source.text == "references" else _called(source)
+            self.stages.kept(f"features, {called}", inputs, compute)
 
     # --- drafters -------------------------------------------------------------------------------------
 
@@ -199,6 +216,8 @@ class Workshop:
 
     def distil(self, stage: str, settings: distill.Distill, output: Path) -> Model:
         """A drafter by any settings; cross-entropy on references is plain fine-tuning."""
+        if settings.features is not None and not _finished(output):
+            self.keep_features(settings.sources, settings.features)
         with self.stages.timed(stage, done=_finished(output)):
             model = distill.run(
                 settings,
@@ -233,6 +252,7 @@ def distillation(config: Study, drafter: studies.Drafter, how: studies.Recipe) -
         loss=how.loss,
         loss_arguments=how.loss_arguments,
         sources=how.sources,
+        features=how.features,
         limits=config.limits,
         batching=drafter.batching,
         max_new_tokens=config.max_new_tokens,
@@ -240,6 +260,16 @@ def distillation(config: Study, drafter: studies.Drafter, how: studies.Recipe) -
         evaluation_text="target",
         training=drafter.training,
     )
+
+
+def _different(sources: Iterable[text.Source]) -> list[text.Source]:
+    """Without repetitions, whatever their shares."""
+    return list(dict.fromkeys(source.model_copy(update={"weight": 1.0}) for source in sources))
+
+
+def _called(source: text.Source) -> str:
+    number = "all" if source.examples is None else source.examples
+    return f"T={source.temperature:g}, seed {source.seed}, {number}"
 
 
 def _finished(folder: Path) -> bool:

@@ -18,6 +18,7 @@ from training import config as configs
 from training import distill, losses, readers
 from training.config import Batching, Count, Strict, Training
 from training.data import Limits
+from training.features import Precision
 from training.finetune import Finetune
 from training.ngram import Ngram
 from training.text import Source
@@ -58,11 +59,13 @@ class Target(Strict):
 
 
 class Recipe(Strict):
-    """How drafters are trained: a loss (`training.losses.NAMES`) on text (`training.text.Source`)."""
+    """How drafters are trained: a loss (`training.losses.NAMES`) on text (`training.text.Source`), with the
+    target's features kept or not (`training.distill.Distill`)."""
 
     loss: str
     loss_arguments: dict[str, float] = pydantic.Field(default={})
     sources: Annotated[tuple[Source, ...], pydantic.Field(min_length=1)]
+    features: Precision | None = None
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> Recipe:
@@ -245,6 +248,7 @@ class Losses(Strict):
     drafter: str  # of that study: start, batches and training
     steps: Count  # in place of that drafter's
     sources: Annotated[tuple[Source, ...], pydantic.Field(min_length=1)]
+    features: Precision | None = None
     losses: Annotated[dict[str, Loss], pydantic.Field(min_length=1)]  # by the name in the table
     seeds: Annotated[tuple[Count, ...], pydantic.Field(min_length=1)] = (1, 2)
     validation_examples: Count = 512

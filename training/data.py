@@ -35,7 +35,8 @@ class Example(NamedTuple):
 
 class Batch(NamedTuple):
     """Host arrays, right padded. ``labels[b, t]`` is the token after ``tokens[b, t]``; weights are 1 on the
-    labels that belong to the target, else 0. A row that only fills the batch has length 1 and no weight."""
+    labels that belong to the target, else 0. A row that only fills the batch has length 1 and no weight.
+    ``features``: what the target shows of ``tokens`` (`training.features`), where that is kept."""
 
     tokens: Int[np.ndarray, "B T"]
     labels: Int[np.ndarray, "B T"]
@@ -43,6 +44,7 @@ class Batch(NamedTuple):
     lengths: Int[np.ndarray, " B"]
     source: Int[np.ndarray, "B Ts"] | None  # None: decoder-only
     source_lengths: Int[np.ndarray, " B"] | None
+    features: Float[np.ndarray, "B T F"] | None = None
 
 
 # --- records to examples ----------------------------------------------------------------------------

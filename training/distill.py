@@ -22,6 +22,7 @@ from jspec.types import LanguageModel, PyTree
 from training import acceptance, forward, init, losses, recipe
 from training.config import Batching, Count, Strict, Training
 from training.data import Example, Limits
+from training.features import Precision
 from training.loop import fit
 from training.text import Source, Texts, Writing, answered
 
@@ -58,6 +59,9 @@ class Filter(Strict):
 class Distill(Strict):
     """A target, a drafter, a loss by name (`training.losses.NAMES`) with its arguments, text, and a loop.
 
+    With ``features`` the target's hidden states of all training text are computed once, rounded and kept on
+    the disk, 2 * width bytes a token (`training.features`), instead of at every step.
+
     Evaluations simulate acceptance with ``gamma`` drafted tokens: on the validation answers, or, with
     ``evaluation_text: target``, on what the target itself writes (greedily for temperature 0, sampled for 1).
     """
@@ -68,6 +72,7 @@ class Distill(Strict):
     loss_arguments: dict[str, float] = pydantic.Field(default={})
     token_filter: Filter | None = None
     sources: Annotated[tuple[Source, ...], pydantic.Field(min_length=1)] = (Source(text="references"),)
+    features: Precision | None = None
     data: recipe.Data | None = None
     limits: Limits = Limits()
     chat: bool = False  # sources are user messages, put into the chat template (decoder-only)
@@ -86,6 +91,8 @@ class Distill(Strict):
             # The filter's share is one of the whole batch, of which a micro-batch knows nothing.
             got = self.training.accumulate
             raise ValueError(f"training.accumulate: expected 1 with a token_filter, got {got}")
+        if self.features is not None and any(source.text == "drafter" for source in self.sources):
+            raise ValueError("features: expected none with text of the drafter, which is new all the time")
         return self
 
 
@@ -93,8 +100,8 @@ class Distill(Strict):
 class Divergence:
     """The objective: a loss between target and drafter, a mean of sequences' means.
 
-    The target's forward is part of the step and its params are arguments; where the loss does not look at
-    them (cross-entropy) the compiler leaves it out.
+    The target's forward, or its head alone where batches come with features, is part of the step and its
+    params are arguments; where the loss does not look at them (cross-entropy) the compiler leaves it out.
     """
 
     target: LanguageModel
@@ -113,8 +120,12 @@ class Divergence:
         def teacher(lm: LanguageModel, params: PyTree) -> Float[Array, "B T V"]:
             return jax.lax.stop_gradient(forward.logits(lm, params, batch)[..., : self.width])
 
+        if batch.features is None:
+            p = teacher(self.target, frozen["target"])
+        else:
+            dtype = jax.tree.leaves(frozen["target"])[0].dtype
+            p = self.target.head(frozen["target"], batch.features.astype(dtype))[..., : self.width]
         noise = Dropout(key, self.dropout) if self.dropout else None
-        p = teacher(self.target, frozen["target"])
         q = forward.logits(self.drafter, params, batch, dropout=noise)[..., : self.width]
         weights = batch.weights
         if self.reference is not None:
@@ -196,6 +207,7 @@ def run(
         batching=config.batching,
         training=settings,
         mesh=mesh,
+        precision=config.features,
         console=console,
     )
     validation = encode(corpus.validation[: config.validation_examples], name="validation")

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 
 import jspec
 from training import hosts, recipe
+from training.files import write_whole
 
 SHARD = 1024  # answers that are generated and stored together, at least
 BATCHES_PER_SHARD = 32  # at least, because slots idle while the last rows of a shard finish
@@ -167,21 +167,9 @@ def _open(
 
 
 def _save(path: Path, answers: list[list[int]]) -> None:
-    """Whole or not at all: the name appears when everything is on disk."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            np.savez(
-                file,
-                tokens=np.array([token for answer in answers for token in answer], np.int32),
-                lengths=np.array([len(answer) for answer in answers], np.int32),
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise OSError(f"cache: cannot write {path}: {error.strerror}") from error
+    tokens = np.array([token for answer in answers for token in answer], np.int32)
+    lengths = np.array([len(answer) for answer in answers], np.int32)
+    write_whole(path, lambda file: np.savez(file, tokens=tokens, lengths=lengths), "cache")
 
 
 def _load(path: Path, count: int) -> list[list[int]] | None:

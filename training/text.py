@@ -28,6 +28,7 @@ from training import hosts, recipe
 from training.buckets import choose_edges
 from training.config import Batching, Count, Strict, Training
 from training.data import Batch, Batches, Example, Mixture, permutation, widths
+from training.features import Features, Precision, Shown
 from training.generation import Progress, generate_answers
 
 STRIDE = 1_000_003  # between the seeds of texts that are written at different steps
@@ -100,11 +101,31 @@ def answered(
     return [Example(example.source, answer) for example, answer in zip(examples, answers, strict=True)]
 
 
+def features(
+    target: Model,
+    examples: Sequence[Example],
+    writing: Writing,
+    precision: Precision,
+    *,
+    console: rich.console.Console | None = None,
+) -> Features:
+    """The target's hidden states over the examples, kept in ``writing.cache``."""
+
+    def tell(done: int, total: int) -> None:
+        if console is not None:
+            console.print(f"features, {precision}: {done} of {total} texts", highlight=False)
+
+    return Features(target, examples, writing.cache, precision=precision, progress=tell)
+
+
 class Texts:
     """The batches of a distillation: `batch` is the loop's source.
 
     All sources share their buckets, and with them the compiled steps: chosen for the references, the
     last one large enough for any answer of ``writing.max_new_tokens`` tokens where answers are written.
+
+    Args:
+      precision: batches come with the target's hidden states, rounded to it; None: without.
     """
 
     def __init__(
@@ -119,6 +140,7 @@ class Texts:
         batching: Batching,
         training: Training,
         mesh: Mesh | None = None,
+        precision: Precision | None = None,
         console: rich.console.Console | None = None,
     ) -> None:
         start = target.decoder_start
@@ -144,6 +166,8 @@ class Texts:
                         target, chosen, writing, source.temperature, source.seed, console=console
                     )
                 part = recipe.batches(chosen, batching, training, start, mesh=mesh)
+                if precision is not None:
+                    part = Shown(part, features(target, chosen, writing, precision, console=console))
             parts.append(part)
         self._mixture = Mixture(parts, [source.weight for source in sources])
 

@@ -18,6 +18,7 @@ from training import readers
 MARK = "†"
 MEASUREMENTS = (
     "answers",
+    "features",
     "test",
     "alpha",
     "alpha on validation",

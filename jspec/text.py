@@ -21,6 +21,7 @@ from jspec.checkpoint import SMOLLM2, Model, load
 from jspec.io import tokenizer as tokenizers
 from jspec.options import SamplingOptions, check_tokens, reject_unknown, resolve, whole_each
 from jspec.output import Output, Result, collect
+from jspec.prompts import as_requests, needed_capacity, system_messages
 from jspec.types import Drafter, Verifier
 
 __all__ = [
@@ -97,108 +98,6 @@ def named_drafter(name: str, model: Model, **arguments: Any) -> Drafter:
 
 def _automatic(target: Model) -> Drafter:
     return auto.choose(target) or drafters.plain()
-
-
-def _as_requests(
-    model: Model, prompts: Any, chat: bool, system: str | None, decoder_prefix: Any = None
-) -> list[Request]:
-    """Every prompt as ids: one or several strings or lists of ids."""
-    prompts = _listed("prompts", prompts)
-    if len(prompts) == 0:
-        raise ValueError("prompts: expected at least one, got none")
-    if system is not None and not chat:
-        raise ValueError("system: expected chat=True with a system message, got chat=False")
-    if chat and model.decoder_start:
-        raise ValueError(f"chat: expected False, because {model.name} is an encoder-decoder, got True")
-    ids = [_as_ids(model, f"prompts[{i}]", prompt, chat, system) for i, prompt in enumerate(prompts)]
-    if not model.decoder_start:
-        if decoder_prefix is not None:
-            raise ValueError(f"decoder_prefix: expected None, because {model.name} has no encoder")
-        return [Request(tokens) for tokens in ids]
-    _check_sources(model, ids)
-    begins = _decoder_begins(model, decoder_prefix, len(ids))
-    return [Request(begin, source) for begin, source in zip(begins, ids, strict=True)]
-
-
-def _listed(name: str, values: Any) -> Sequence[Any]:
-    """One string or list of ids as a list of one; several as they are."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(values, str) or (isinstance(values, Sequence) and _is_id(next(iter(values), None))):
-        return [values]
-    if not isinstance(values, Sequence):
-        raise ValueError(f"{name}: expected strings or lists of token ids, got {type(values).__name__}")
-    return values
-
-
-def _check_sources(model: Model, sources: Sequence[Sequence[int]]) -> None:
-    most = model.source_length
-    for i, source in enumerate(sources):
-        if most is not None and len(source) > most:
-            raise ValueError(f"prompts[{i}]: {len(source)} tokens, {model.name} reads at most {most}")
-
-
-def _decoder_begins(model: Model, decoder_prefix: Any, count: int) -> list[list[int]]:
-    """What the decoder of every sequence begins with: the start tokens and the prefix."""
-    start = list(model.decoder_start)
-    if decoder_prefix is None:
-        return [start] * count
-    prefixes = _listed("decoder_prefix", decoder_prefix)
-    if len(prefixes) not in (1, count):
-        raise ValueError(
-            f"decoder_prefix: expected one, or one for each of {count} prompts, got {len(prefixes)}"
-        )
-    begins = []
-    for i, prefix in enumerate(prefixes):
-        name = f"decoder_prefix[{i}]"
-        if isinstance(prefix, str):
-            if model.tokenizer is None:
-                raise ValueError(
-                    f"{name}: expected token ids, because {model.name} has no tokenizer, got a string"
-                )
-            prefix = model.tokenizer.encode_target(prefix, special=False)
-        begins.append([*start, *check_tokens(name, prefix, model.vocab_size)])
-    return begins * (count // len(begins))
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, np.integer))
-
-
-def _as_ids(model: Model, name: str, prompt: Any, chat: bool, system: str | None) -> list[int]:
-    if not isinstance(prompt, str):
-        if chat:
-            raise ValueError(f"{name}: expected a string, because chat=True, got {type(prompt).__name__}")
-        ids = prompt
-    elif model.tokenizer is None:
-        raise ValueError(f"{name}: expected token ids, because {model.name} has no tokenizer, got a string")
-    elif chat and prompt:
-        ids = model.tokenizer.chat([*_system(system), {"role": "user", "content": prompt}])
-    else:
-        ids = model.tokenizer.encode(prompt)
-    ids = check_tokens(name, ids, model.vocab_size)
-    if not ids:
-        raise ValueError(f"{name}: expected at least one token, got an empty prompt")
-    return ids
-
-
-def _system(system: str | None) -> list[dict[str, str]]:
-    return [] if system is None else [{"role": "system", "content": system}]
-
-
-def _capacity(model: Model, requests: Sequence[Request], limits: np.ndarray, capacity: int | None) -> int:
-    """Slots for the longest request, which must fit into the model's positions and ``capacity``."""
-    what = "decoder tokens (start and prefix)" if model.decoder_start else "tokens"
-    for i, ((prompt, _), limit) in enumerate(zip(requests, limits, strict=True)):
-        for room, whose in ((model.context_length, f"{model.name} has"), (capacity, "capacity is")):
-            if room is not None and len(prompt) + limit > room:
-                raise ValueError(
-                    f"prompts[{i}]: {len(prompt)} {what} and max_new_tokens={limit} need "
-                    f"{len(prompt) + limit} positions, {whose} {room}"
-                )
-    if capacity is not None:
-        return capacity
-    needed = max(len(prompt) + int(limit) for (prompt, _), limit in zip(requests, limits, strict=True))
-    return min(engine.bucket(needed), model.context_length)
 
 
 def _prepare(
@@ -300,7 +199,7 @@ def generate(
     for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
-    requests = _as_requests(model, prompts, chat, system, decoder_prefix)
+    requests = as_requests(model, prompts, chat, system, decoder_prefix)
     limits = whole_each("max_new_tokens", max_new_tokens, len(requests))
     batch = _prepare(
         "generate",
@@ -313,7 +212,7 @@ def generate(
         prompts=len(requests),
         samples=num_samples,
     )
-    slots = _capacity(model, requests, limits, capacity)
+    slots = needed_capacity(model, requests, limits, capacity)
     requests = [request for request in requests for _ in range(num_samples)]
     limits = np.repeat(limits, num_samples)
     rows = min(batch_size or len(requests), len(requests))
@@ -382,13 +281,13 @@ def stream(
     >>> list(stream(model, [0], max_new_tokens=3))
     [[1], [0], [1]]
     """
-    requests = _as_requests(model, prompt, chat, system, decoder_prefix)
+    requests = as_requests(model, prompt, chat, system, decoder_prefix)
     if len(requests) > 1:
         raise ValueError(f"prompt: expected one prompt, got {len(requests)}")
     limits = whole_each("max_new_tokens", max_new_tokens, 1)
     batch = _prepare("stream", model, drafter, verify, widths, logprobs, sampling, prompts=1, samples=1)
     batch.source_width = source_width(requests, model.source_length)
-    batch.start(requests, limits, _capacity(model, requests, limits, capacity))
+    batch.start(requests, limits, needed_capacity(model, requests, limits, capacity))
     return Stream(_stream_one(batch, requests[0], limits))
 
 
@@ -422,7 +321,7 @@ class Session:
         capacity: int | None = None,
         widths: tuple[int, ...] | None = None,
     ) -> None:
-        self.messages = _system(system)
+        self.messages = system_messages(system)
         self.reused = 0
         self._chats = model.tokenizer is not None and model.tokenizer.has_chat_template
         if system is not None and not self._chats:
@@ -457,7 +356,7 @@ class Session:
         options = {"seed": self._turns, **sampling}
         batch = _prepare("say", self._model, *self._fixed, options, prompts=1, samples=1)
         request = Request(ids)
-        slots = _capacity(self._model, [request], limits, self._capacity)
+        slots = needed_capacity(self._model, [request], limits, self._capacity)
         held = self._held()
         reusable = 0 < len(held) < len(ids) and ids[: len(held)] == held
         if reusable and self._batch is not None and slots <= self._batch.capacity:

@@ -1,10 +1,9 @@
-"""The front door: options, stops, streams, refills, conversations, reports, and one error for bad input."""
+"""The front door: options, stops, streams, refills, reports, and one error for bad input."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import jspec
 from jspec import drafters, engine, sampling, testing, text, verify
 from jspec.io.tokenizer import Vocabulary
 from jspec.output import Output, Stats, Writer
-from jspec.text import Model, Session, generate, load, stream
+from jspec.text import Model, Session, generate, stream
 from jspec.types import Block, Prompt
 
 TEXT = "abcdéfgh漢ij"
@@ -435,99 +434,6 @@ def test_prompts_may_be_arrays(wheel):
         assert generate(wheel, prompts, max_new_tokens=2).tokens == expected
 
 
-# --- conversations ----------------------------------------------------------------------------------
-
-
-def conversation(
-    model: Model, turns: list[tuple[str, dict[str, Any]]], **fixed: Any
-) -> Iterator[tuple[Session, Output]]:
-    """Every turn equals `generate` on the whole conversation."""
-    session = Session(model, **({"capacity": 256} | fixed))
-    for number, (message, options) in enumerate(turns):
-        messages = [*session.messages, {"role": "user", "content": message}]
-        out = session.say(message, **options)
-        alone = generate(model, model.tokenizer.chat(messages), **({"seed": number} | options))
-        assert (out.tokens, out.finish_reasons) == (alone.tokens, alone.finish_reasons)
-        yield session, out
-
-
-ASCII = [2 + byte for byte in range(97, 123)]
-
-
-def test_each_turn_is_that_of_the_whole_conversation(tiny):
-    # Letters only: then the answer's tokens are also how the tokenizer would write it.
-    options = {"max_new_tokens": 9, "allowed_tokens": ASCII}
-    held = 0
-    for session, out in conversation(tiny, [(m, options) for m in ("hi", "you?", "so")], system="s"):
-        assert out.finish_reasons == ["length"]
-        assert session.reused == held
-        held = len(tiny.tokenizer.chat(session.messages[:-1])) + 9
-    assert [message["role"] for message in session.messages] == ["system"] + ["user", "assistant"] * 3
-
-
-def test_a_turn_that_ended_by_end_token_or_stop_sequence_goes_on(tiny):
-    sequence = [ASCII[0]]
-    only_end = {"max_new_tokens": 5, "allowed_tokens": [END]}
-    letters = {"max_new_tokens": 5, "allowed_tokens": ASCII}
-    reused = [
-        session.reused for session, _ in conversation(tiny, [("a", only_end), ("b", letters), ("c", letters)])
-    ]
-    first = len(tiny.tokenizer.chat([{"role": "user", "content": "a"}])) + 1
-    assert reused[1] == first
-    assert reused[2] > first
-    stopped = {"max_new_tokens": 5, "allowed_tokens": sequence, "stop": [sequence]}
-    found = list(conversation(tiny, [("a", stopped), ("b", letters)]))
-    assert found[0][1].texts == [""]  # the template leaves the stop out, so nothing can be kept
-    assert found[1][0].reused == 0
-
-
-def test_a_turn_cut_by_a_stop_string_is_read_again(tiny):
-    options = {"max_new_tokens": 9, "allowed_tokens": ASCII}
-    answer = Session(tiny, capacity=256).say("hi", **options).texts[0]
-    turns = [("hi", options | {"stop": answer[3:5]}), ("more", options)]
-    found = list(conversation(tiny, turns))
-    assert found[0][1].finish_reasons == ["stop"]
-    assert found[1][0].reused == 0
-
-
-def test_an_abandoned_turn_has_not_taken_place(tiny):
-    options = {"max_new_tokens": 9, "allowed_tokens": ASCII}
-    session, other = Session(tiny, capacity=256), Session(tiny, capacity=256)
-    first = session.say("hi", **options)
-    for _ in session.stream("never mind", **options):
-        break
-    other.say("hi", **options)
-    assert session.say("more", **options).tokens == other.say("more", **options).tokens
-    assert len(session.messages) == 4
-    assert first.tokens
-
-
-def test_a_conversation_outgrows_its_cache():
-    model = Model(*testing.table_lm(np.roll(np.eye(5), 1, axis=1)))
-    session, reused = Session(model), []
-    for length in (20, 500, 1):
-        assert session.say([0] * length, max_new_tokens=3).tokens == [[1, 2, 3]]
-        reused.append(session.reused)
-    assert reused == [0, 0, 526]  # 512 slots, then 1536
-    small = Session(model, capacity=256)
-    small.say([0] * 250, max_new_tokens=3)
-    with pytest.raises(ValueError, match="capacity"):
-        small.say([0], max_new_tokens=3)
-    assert small.say([0], max_new_tokens=2).tokens == [[1, 2]]
-
-
-def test_a_conversation_of_ids():
-    model = Model(*testing.table_lm(np.roll(np.eye(5), 1, axis=1)))
-    session = Session(model)
-    assert session.say([0], max_new_tokens=2).tokens == [[1, 2]]
-    assert session.say([4, 0], max_new_tokens=2).tokens == [[1, 2]]
-    assert session.reused == 3
-    with pytest.raises(ValueError, match="turn: expected token ids"):
-        session.say("hi")
-    with pytest.raises(ValueError, match="system"):
-        Session(model, system="s")
-
-
 # --- bad input --------------------------------------------------------------------------------------
 
 LM64 = testing.tiny_decoder(vocab_size=64, num_layers=1, context_length=40)
@@ -636,66 +542,6 @@ def test_a_writer_reads_token_by_token_whatever_the_blocks_are():
                 break
         assert (shown, writer.text, writer.finish) == ("aé漢 the b",) * 2 + ("stop",)
         assert spoken.decode(writer.tokens) == "aé漢 the b\n\nQ"
-
-
-# --- checkpoints ------------------------------------------------------------------------------------
-
-
-def test_a_folder_with_tokenizer_and_one_without(tmp_path, tiny):
-    folder = testing.tiny_checkpoint(tmp_path / "bare", vocab_size=263, num_hidden_layers=1)
-    bare = load(folder)
-    assert (bare.tokenizer, bare.eos, bare.vocab_size, bare.name) == (None, (2,), 263, "bare")
-    assert len(generate(bare, [[5, 6]], max_new_tokens=3).tokens[0]) <= 3
-    tiny.tokenizer.backend.save_pretrained(folder)
-    full = load(str(folder))
-    assert (full.eos, full.vocab_size) == ((END, 2), 261)
-    out = generate(full, ["hi", "the"], chat=True, max_new_tokens=4, temperature=3.0)
-    assert all(len(tokens) == 4 or tokens[-1] in (END, 2) for tokens in out.tokens)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("smollm2-135", "did you mean 'smollm2-135m'"),
-        ("./nothing/here", "nothing/here"),
-        ("/nothing.gguf", "no such GGUF file"),
-    ],
-)
-def test_a_model_that_is_not_there(name, message):
-    with pytest.raises(FileNotFoundError, match=message):
-        load(name)
-
-
-def test_files_that_are_broken(tmp_path):
-    folder = testing.tiny_checkpoint(tmp_path / "cut")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ValueError, match="truncated"):
-        load(folder)
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x05" * 40)
-    with pytest.raises(ValueError, match="truncated"):
-        load(tmp_path / "cut.gguf")
-    with pytest.raises(ValueError, match="dtype"):
-        load(folder, "int8")
-
-
-# --- the embedded model -----------------------------------------------------------------------------
-
-
-@pytest.mark.smollm2
-def test_smollm2_answers():
-    model = load("smollm2-135m")
-    question, capacity = "What is the capital of France?", 256
-    out = generate(model, question, chat=True, max_new_tokens=24)
-    assert out.texts == ["The capital of France is Paris."]
-    assert (out.finish_reasons, out.tokens[0][-1]) == (["eos"], 2)
-    assert "".join(stream(model, question, chat=True, max_new_tokens=24)) == out.texts[0]
-    session = Session(model, capacity=capacity)
-    assert session.say(question, max_new_tokens=24).tokens == out.tokens
-    answer = session.say("And of Italy?", max_new_tokens=12)
-    assert session.reused == len(model.tokenizer.chat(session.messages[:1])) + len(out.tokens[0])
-    again = generate(model, model.tokenizer.chat(session.messages[:3]), max_new_tokens=12)
-    assert (answer.tokens, "Rome" in answer.texts[0]) == (again.tokens, True)
 
 
 def test_the_package_offers_the_front_door():

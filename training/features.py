@@ -1,5 +1,5 @@
-"""What a target shows of fixed texts, computed once and kept on disk: its forward is what distillation spends
-most of its time on.
+"""What a target shows of fixed texts, computed once and kept on disk: a distillation's steps then do without
+its forward.
 
 A feature is the hidden state that the target's head reads, or inputs of its layers (`Forward.taps`), side
 by side. Features are rounded to 16 bits, float16 to a thousandth: a text of n tokens takes 2 n F bytes.
@@ -8,8 +8,6 @@ by side. Features are rounded to 16 bits, float16 to a thousandth: a text of n t
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -25,7 +23,7 @@ from jspec.types import LanguageModel, PyTree
 from training import forward, recipe
 from training.buckets import choose_edges
 from training.data import Batch, Batches, Example, widths
-from training.files import write_whole
+from training.files import described_folder, write_whole
 
 Precision = Literal["float16", "bfloat16"]
 STORED = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -111,7 +109,6 @@ class Features:
         return found
 
     def _open(self, cache: Path, precision: str) -> Path:
-        """The folder of these features, with a file that says what they are."""
         description = {
             "target": recipe.model_fingerprint(self._target.lm.config, self._target.params),
             "decoder_start": self._target.decoder_start,
@@ -120,14 +117,7 @@ class Features:
             "precision": precision,
             "shard": SHARD,
         }
-        text = json.dumps(description, indent=2, sort_keys=True) + "\n"
-        folder = cache / f"features-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "settings.json").write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise OSError(f"features: cannot write to {folder}: {error.strerror}") from error
-        return folder
+        return described_folder(cache, description, "features")
 
     def _compute(self, chosen: range, offsets: np.ndarray) -> np.ndarray:
         batches = Batches(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 
 import jspec
 from training import hosts, recipe
-from training.files import write_whole
+from training.files import described_folder, write_whole
 
 SHARD = 1024  # answers that are generated and stored together, at least
 BATCHES_PER_SHARD = 32  # at least, because slots idle while the last rows of a shard finish
@@ -141,7 +139,7 @@ def _generate(
 def _open(
     cache: Path, model: jspec.Model, sources: Sequence[Sequence[int]], settings: dict[str, Any]
 ) -> Path:
-    """The folder of these answers, with a file that says what they are."""
+    """The folder of these answers."""
     description = settings | {
         "model": recipe.model_fingerprint(model.lm.config, model.params),
         "eos": model.eos,
@@ -152,18 +150,7 @@ def _open(
     }
     if model.banned:
         description["banned"] = model.banned
-    text = json.dumps(description, indent=2, sort_keys=True) + "\n"
-    folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def make() -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "settings.json").write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise OSError(f"cache: cannot write to {folder}: {error.strerror}") from error
-
-    hosts.on_first(make)
-    return folder
+    return described_folder(cache, description, "cache")
 
 
 def _save(path: Path, answers: list[list[int]]) -> None:

@@ -17,9 +17,10 @@ from jaxtyping import Array, Float
 import jspec
 from experiments import cost
 from experiments.report import Flip
-from jspec import drafters, engine, measure, options, verify
+from jspec import drafters, engine, measure, verify
 from jspec.batch import Request, pad
 from jspec.measure import CostCurve, Trial
+from jspec.options import Options, SamplingOptions, resolve
 from jspec.types import Drafter, Info, Verifier
 
 DRAFTING_ROUND = 4  # drafting is timed in the state after so many rounds
@@ -110,18 +111,24 @@ class Bench:
         prompts = int(np.mean([len(case.request.tokens) for case in self.cases]))
         return prompts + self.max_new_tokens // 2
 
-    def options(self, temperature: float, group: Sequence[int], repeat: int = 0) -> options.Options:
+    def options(self, temperature: float, group: Sequence[int], repeat: int = 0) -> Options:
         """Sampling options of a group, filled up to the batch size."""
         first = self.seed + (repeat * len(self.cases) if temperature else 0)
         seeds = [(first + i) % 2**32 for i in group]
-        return options.resolve(
-            {"temperature": temperature, "seed": seeds + seeds[:1] * (self.batch_size - len(group))},
-            prompts=self.batch_size,
+        seeds += seeds[:1] * (self.batch_size - len(group))
+        return self._options({"temperature": temperature, "seed": seeds}, self.batch_size)
+
+    def _options(self, sampling: SamplingOptions, prompts: int) -> Options:
+        """The model's own limits with them, as in `jspec.generate`."""
+        return resolve(
+            sampling,
+            prompts=prompts,
             samples=1,
             width=self.model.lm.config.vocab_size,
             vocab=self.model.vocab_size,
             ends=self.model.eos,
             special_id=None,
+            banned=self.model.banned,
         )
 
     def decode(
@@ -270,15 +277,7 @@ class Bench:
         if key not in self._gaps:
             request = self.cases[index].request
             request = request._replace(tokens=[*request.tokens, *key[1:]])
-            chosen = options.resolve(
-                {"seed": self.seed},
-                prompts=1,
-                samples=1,
-                width=self.model.lm.config.vocab_size,
-                vocab=self.model.vocab_size,
-                ends=self.model.eos,
-                special_id=None,
-            )
+            chosen = self._options({"seed": self.seed}, 1)
             state = engine.generate(
                 self.model.params,
                 jax.tree.map(jnp.asarray, pad([request], self.source)),

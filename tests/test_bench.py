@@ -7,7 +7,7 @@ import pytest
 from experiments import cost, figures
 from experiments.bench import PLAIN, Bench, Case, Setting
 from experiments.cost import Drafting
-from jspec import Model, drafters, measure, testing, verify
+from jspec import Model, drafters, generate, measure, testing, verify
 from jspec.batch import Request
 from jspec.measure import CostCurve, Rounds, Trial
 
@@ -181,6 +181,17 @@ def test_the_gap_at_a_flip_is_that_after_the_given_text():
     assert (flip.position, flip.gap) == (2, pytest.approx(np.log(3), abs=1e-5))
     (end,) = bench.flips([[1, 1]], [[1, 1, 2]])
     assert (end.position, end.gap) == (2, flip.gap)
+
+
+def test_a_banned_token_comes_out_as_little_as_when_served():
+    """Here it is the likeliest after every token, and the draft model, whose law is the same, drafts it."""
+    law = np.array([[0.3, 0.2, 0.5], [0.1, 0.2, 0.7], [0.4, 0.1, 0.5]])
+    banning = Model(*testing.table_lm(law), banned=(2,))
+    setting = Setting("draft", drafters.model(banning, 2), verify.token(), (3,))
+    bench = Bench(banning, [Case("a", "", Request([1]))], max_new_tokens=5, slots=8)
+    served = generate(banning, [[1]], max_new_tokens=5).tokens[0]
+    assert served == [1] * 5
+    assert bench.decode([0], setting, 0.0)[0].tokens.tolist() == served
 
 
 def test_a_draft_that_was_accepted_whole_is_caught_up_with():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jspec import Model
@@ -73,6 +74,30 @@ def table_model(vocab_size: int) -> LanguageModel:
     )
 
 
+@functools.cache
+def served(lm: LanguageModel, vocab_size: int, banned: tuple[int, ...]) -> LanguageModel:
+    """``lm`` as decoding sees it: what never comes out (padding, banned tokens) has no probability.
+
+    >>> from jspec import testing
+    >>> lm, params = testing.table_lm([[0.5, 0.25, 0.25]] * 3)
+    >>> hidden = lm.embed(params, jnp.array([[0]]))
+    >>> jax.nn.softmax(served(lm, 3, (0,)).head(params, hidden))[0, 0].tolist()
+    [0.0, 0.5, 0.5]
+    """
+    never = np.array([*banned, *range(vocab_size, lm.config.vocab_size)], np.int32)
+    if not len(never):
+        return lm
+    return lm._replace(head=lambda params, hidden: lm.head(params, hidden).at[..., never].set(-jnp.inf))
+
+
+def together(target: Model, drafter: Laws) -> tuple[LanguageModel, LanguageModel]:
+    """Both models under the target's bans."""
+    return (
+        served(target.lm, target.vocab_size, target.banned),
+        served(drafter.lm, target.vocab_size, target.banned),
+    )
+
+
 def batches(target: Model, examples: Sequence[Example]) -> list[Batch]:
     """Every example once."""
     return recipe.held_out(examples, Batching(batch_size=ROWS), Training(steps=1), target.decoder_start)
@@ -81,10 +106,11 @@ def batches(target: Model, examples: Sequence[Example]) -> list[Batch]:
 def alpha(target: Model, drafter: Laws, examples: Sequence[Example], temperature: float) -> float:
     """Mean over the positions of the targets of sum_x min(p, q), both laws at ``temperature``; at 0, where
     both are one-hot, the share of positions at which the two have the same first choice."""
+    p, q = together(target, drafter)
     found = acceptance.simulate(
-        target.lm,
+        p,
         target.params,
-        drafter.lm,
+        q,
         drafter.params,
         batches(target, examples),
         width=target.vocab_size,
@@ -120,6 +146,7 @@ def lenient_alphas(
     target: Model, drafter: Laws, examples: Sequence[Example], factors: Sequence[float], temperature: float
 ) -> list[float]:
     """For each lenience l the mean of sum_x min(p / l, q), as in Table 5. ``temperature`` is > 0."""
+    p, q = together(target, drafter)
     total, positions = jnp.zeros(len(factors)), 0.0
     for batch in batches(target, examples):
         sums, weight = _lenient_sums(
@@ -128,8 +155,8 @@ def lenient_alphas(
             batch,
             jnp.asarray(factors, jnp.float32),
             jnp.float32(temperature),
-            target=target.lm,
-            drafter=drafter.lm,
+            target=p,
+            drafter=q,
             width=min(target.vocab_size, drafter.lm.config.vocab_size),
         )
         total, positions = total + sums, positions + float(weight)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import jspec
-from experiments import cost
+from experiments import alpha, cost
 from experiments.report import Flip
 from jspec import drafters, engine, measure, verify
 from jspec.batch import Request, pad
@@ -282,7 +282,7 @@ class Bench:
                 self.model.params,
                 jax.tree.map(jnp.asarray, pad([request], self.source)),
                 chosen.keys([0]),
-                target=self.model.lm,
+                target=alpha.served(self.model.lm, self.model.vocab_size, self.model.banned),
                 drafter=PLAIN.drafter,
                 verify=PLAIN.verify,
                 sampler=chosen.sampler([0]),

@@ -103,6 +103,8 @@ class Laboratory:
             "dtype": self.settings.dtype,
             "device": [device.platform, device.device_kind, jax.device_count()],
         }
+        if self.target.banned:
+            self._inputs["banned"] = self.target.banned
         mesh = None if config.mesh is None else config.mesh.model_dump()
         # One width of the encoder's input for all timed sentences, whichever of them a table takes.
         sweep = 0 if self.settings.sweep is None else self.settings.sweep.sentences

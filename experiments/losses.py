@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import rich.console
 
 from experiments import pipeline, plots, sheets
-from experiments.alpha import Laws, alpha, batches
+from experiments.alpha import Laws, alpha, batches, together
 from experiments.report import Speed
 from experiments.results import fields, named, unpacked
 from experiments.sheets import Sheet
@@ -89,10 +89,11 @@ def judge(
 ) -> Outcome:
     """One drafter, computing in ``dtype``, on validation examples and on the target's answers to them."""
     laws = Laws(drafter.lm, drafter.params, dtype)
+    p, q = together(target, laws)
     on_references = acceptance.simulate(
-        target.lm,
+        p,
         target.params,
-        drafter.lm,
+        q,
         drafter.params,
         batches(target, references),
         width=target.vocab_size,

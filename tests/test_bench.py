@@ -192,6 +192,8 @@ def test_a_banned_token_comes_out_as_little_as_when_served():
     served = generate(banning, [[1]], max_new_tokens=5).tokens[0]
     assert served == [1] * 5
     assert bench.decode([0], setting, 0.0)[0].tokens.tolist() == served
+    (flip,) = bench.flips([[1, 0]], [served])
+    assert (flip.position, flip.gap) == (1, pytest.approx(np.log(2), abs=1e-5))  # of the two that may come
 
 
 def test_a_draft_that_was_accepted_whole_is_caught_up_with():

@@ -155,6 +155,15 @@ def test_alphas_are_those_of_the_laws(found, trained, folder):
         assert got.lenient_alphas["table"][index] == pytest.approx(expected, abs=1e-5)
 
 
+def test_alpha_is_that_of_the_laws_under_the_target_s_bans():
+    p, q = np.array([[0.1, 0.3, 0.6]] * 3), np.array([[0.4, 0.4, 0.2]] * 3)
+    banning = Model(*testing.table_lm(p), banned=(2,))
+    drafter, text = alpha.Laws(*testing.table_lm(q)), [data.Example([0], [1, 0])]
+    # (1/4, 3/4) and (1/2, 1/2): without bans they would share 0.6, and 2 would be p's first choice.
+    assert alpha.alpha(banning, drafter, text, 1.0) == pytest.approx(0.75)
+    assert alpha.lenient_alphas(banning, drafter, text, [1.0, 0.5], 1.0) == pytest.approx([0.75, 1.0])
+
+
 def test_rows(found):
     rows = found[0].rows
     assert [(row.drafter, row.batch_size, row.temperature) for row in rows] == [

@@ -68,9 +68,16 @@ class Recipe(Strict):
     features: Precision | None = None
 
     @pydantic.model_validator(mode="after")
-    def _known(self) -> Recipe:
+    def _consistent(self) -> Recipe:
         losses.named(self.loss, **self.loss_arguments)
+        _check_features(self.features, self.sources)
         return self
+
+
+def _check_features(features: Precision | None, sources: tuple[Source, ...]) -> None:
+    """As `training.distill.Distill` does, which is made when the target is trained already."""
+    if features is not None and any(source.text == "drafter" for source in sources):
+        raise ValueError("features: expected none with text of the drafter, which is new all the time")
 
 
 class Drafter(Strict):
@@ -252,6 +259,11 @@ class Losses(Strict):
     losses: Annotated[dict[str, Loss], pydantic.Field(min_length=1)]  # by the name in the table
     seeds: Annotated[tuple[Count, ...], pydantic.Field(min_length=1)] = (1, 2)
     validation_examples: Count = 512
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Losses:
+        _check_features(self.features, self.sources)
+        return self
 
 
 KINDS: dict[str, type[Strict]] = {"speed": Table, "study": Study, "losses": Losses}

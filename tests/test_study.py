@@ -45,6 +45,14 @@ def test_the_project_s_own_losses():
 
 TRAINING = {"batching": {"batch_size": 8}, "training": {"steps": 3}}
 PARALLEL = {"format": "parallel", "source": "a", "target": "b"}
+OWN = {"text": "drafter", "every": 1, "examples": 1}
+LOSSES = {
+    "study": "x.yaml",
+    "drafter": "public",
+    "steps": 1,
+    "sources": [{"text": "target"}],
+    "losses": {"kl": {"loss": "forward_kl"}},
+}
 
 
 def content(**changes):
@@ -99,6 +107,11 @@ def test_rows_are_drafters_times_recipes(tmp_path):
             "recipes.x: loss: expected one of",
         ),
         (
+            {"recipes": {"x": {"loss": "forward_kl", "sources": [OWN], "features": "float16"}}},
+            "recipes.x: features: expected none with text of the drafter",
+        ),
+        ({"kind": "losses", **LOSSES, "sources": [OWN], "features": "float16"}, "features: expected none"),
+        (
             {"drafters": {"a": {"start": {"checkpoint": "y"}, "recipes": ["x"], **TRAINING}}},
             "drafters.a.recipes: expected among",
         ),
@@ -117,7 +130,7 @@ def test_rows_are_drafters_times_recipes(tmp_path):
 )
 def test_a_bad_study_is_one_clear_line(tmp_path, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        study.load(write(tmp_path, content(**changes)))
+        study.load(write(tmp_path, changes if changes.get("kind") == "losses" else content(**changes)))
 
     assert "\n" not in str(caught.value)
 
@@ -148,6 +161,18 @@ def test_the_command_refuses_in_one_line(tmp_path, arguments, message):
     assert message.format(data=tmp_path / "none") in result.stderr
     assert result.stderr.count("\n") == 1
     assert not out.exists()
+
+
+def test_losses_of_a_drafter_that_is_not_trained_are_refused_before_anything_runs(tmp_path):
+    write(tmp_path, content(drafters={"public": {"model": "z"}}))
+    path = tmp_path / "losses.yaml"
+    path.write_text(yaml.safe_dump({"kind": "losses", **LOSSES}))
+    arguments = ["losses", "--config", str(path), "--output", str(tmp_path / "out")]
+    result = typer.testing.CliRunner().invoke(command.app, arguments)
+    assert result.exit_code == 1
+    assert "drafter: expected one that" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 # --- stages -----------------------------------------------------------------------------------------

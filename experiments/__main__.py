@@ -47,7 +47,10 @@ def table(config: Config, data: Data = None, output: Output = None, smoke: Smoke
             measure = _loaded(settings, data, output or Path(settings.output or folder), console)
     except WRONG as error:
         _fail(error)
-    measure()  # outside: what goes wrong here is no user's doing
+    try:
+        measure()  # apart: but for a disk that is full, what goes wrong here is no user's doing
+    except OSError as error:
+        _fail(error)
 
 
 @app.command()

@@ -68,7 +68,8 @@ class Stages:
 
         def beat() -> None:
             while not over.wait(BEAT):
-                note()
+                with contextlib.suppress(OSError):  # a disk that is full is the stage's to find
+                    note()
 
         note()
         heart = threading.Thread(target=beat, daemon=True)

@@ -1,5 +1,6 @@
 """The speed table: configuration, prompts, the report, and a whole run on a toy model."""
 
+import errno
 import json
 import types
 
@@ -335,6 +336,20 @@ def test_the_command_refuses_in_one_line(tmp_path, text, message):
 def test_no_such_configuration():
     result = typer.testing.CliRunner().invoke(command.app, ["table", "--config", "no-such.yaml"])
     assert (result.exit_code, "no such file" in result.stderr) == (1, True)
+
+
+def test_a_full_disk_is_one_line_and_a_mistake_of_ours_is_none(tmp_path, monkeypatch):
+    def measured(error):
+        def measure():
+            raise error
+
+        monkeypatch.setattr(command, "_loaded", lambda *_: measure)
+        return typer.testing.CliRunner().invoke(command.app, ["table", "--config", path])
+
+    path = str(write(tmp_path, GOOD))
+    full = measured(OSError(errno.ENOSPC, "No space left on device", "table.md"))
+    assert (full.exit_code, full.stderr) == (1, "error: [Errno 28] No space left on device: 'table.md'\n")
+    assert isinstance(measured(ValueError("ours")).exception, ValueError)
 
 
 @pytest.mark.slow

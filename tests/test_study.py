@@ -215,6 +215,23 @@ def test_the_time_of_a_killed_stage_is_known(tmp_path, monkeypatch):
             time.sleep(0.02)
 
 
+def test_a_full_disk_does_not_stop_the_beat(tmp_path, monkeypatch):
+    tries = []
+
+    def full(*_):
+        tries.append(1)
+        raise OSError
+
+    monkeypatch.setattr(stages, "BEAT", 0.02)
+    running, until = stages.Stages(tmp_path, quiet()), time.monotonic() + 10
+    with running.timed("long"), monkeypatch.context() as patch:
+        patch.setattr(stages.orbax, "write_json", full)
+        while len(tries) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert running.times["long"]["done"]
+
+
 def test_every_stage_says_by_which_code_it_was_made(tmp_path, monkeypatch):
     """Also where the file is of a version that did not write that down, and where a report is made later."""
     old = {"total": 1.0, "stages": {"target": {"seconds": 1.0, "attempts": 1, "done": True}}}

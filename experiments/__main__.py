@@ -75,11 +75,11 @@ def losses(config: Config, data: Data = None, output: Output = None, smoke: Smok
             raise ValueError(f"{config}: expected a study with a drafter {settings.drafter!r}, got {path}")
         if base.drafters[settings.drafter].model is not None:
             raise ValueError(
-                f"{config}: drafter: expected one that {path} trains, got {settings.drafter!r}, which it uses as "
-                "it is (model)"
+                f"{config}: drafter: expected one that {path} trains, got {settings.drafter!r}, which is used "
+                "as it is (model)"
             )
         folder = _folder(path, output, smoke)
-        texts = pipeline.read(base.data, data or Path("."))
+        texts = pipeline.read(base.data, data or Path("."), console)
         stages = Stages(folder, console)
         outcomes = comparison.compare(settings, base, texts, folder, stages, console)
         comparison.write(folder, settings, outcomes, stages, console)
@@ -97,7 +97,7 @@ def _trained(
     from experiments.stages import Stages
 
     quality.score(settings.task.metric, ["a"], ["a"])
-    texts = pipeline.read(settings.data, data or Path("."))
+    texts = pipeline.read(settings.data, data or Path("."), console)
     stages = Stages(folder, console)
     trained = pipeline.train(settings, texts, folder, stages, console)
 

@@ -10,7 +10,7 @@ import rich.console
 from experiments import cost, paper
 from experiments.laboratory import Costs, Entry, Laboratory
 from experiments.pipeline import Subject, Texts, Trained
-from experiments.results import Curve, LenientRow, Results, Row, SweepPoint
+from experiments.results import Curve, LenientRow, Part, Results, Row, SweepPoint
 from experiments.stages import Stages
 from experiments.study import Lenience, Study, Sweep
 from jspec import verify
@@ -55,8 +55,12 @@ def measure(
         for temperature in settings.temperatures:
             more, curves[f"sweep, T={temperature:g}"] = sweep(lab, settings.sweep, temperature)
             points += more
+    parts = {"train": texts.train, "validation": texts.validation, "test": texts.test}
     return Results(
-        pairs={name: len(records) for name, records in texts._asdict().items()},
+        parts={
+            name: Part(len(records), skipped, trained.cut[name])
+            for (name, records), skipped in zip(parts.items(), texts.skipped, strict=True)
+        },
         rows=rows,
         alphas=alphas,
         alpha_tokens={t: sum(map(len, answers)) for t, answers in lab.answers.items()},

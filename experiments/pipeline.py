@@ -25,11 +25,12 @@ VALIDATION = 512  # sources to choose by: those of a distillation's evaluations,
 
 
 class Texts(NamedTuple):
-    """The records of a study."""
+    """The records of a study; ``skipped``: how many pairs with an empty side each part was read without."""
 
     train: list[Record]
     validation: list[Record]
     test: list[Record]
+    skipped: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,32 +63,54 @@ class Subject:
 
 class Trained(NamedTuple):
     """The models of a study, in the dtype that they are measured in, and the texts to measure them on: the
-    whole test set with its references, and validation sources to choose settings by."""
+    whole test set with its references, and validation sources to choose settings by.
+
+    ``cut``: part of the data -> sources that were longer than allowed."""
 
     target: Model
     subjects: dict[str, Subject]
     test: list[Example]
     validation: list[Example]
+    cut: dict[str, int]
 
 
-def read(config: studies.Data, folder: Path) -> Texts:
+def read(config: studies.Data, folder: Path, console: rich.console.Console) -> Texts:
     """All records; see `training.readers.read` for what may be wrong with them."""
-    return Texts(
-        *(readers.read(part, folder).records for part in (config.train, config.validation, config.test))
-    )
+    found = [readers.read(part, folder) for part in (config.train, config.validation, config.test)]
+    for name, part in zip(("train", "validation", "test"), found, strict=True):
+        if part.skipped:
+            console.print(f"{name}: left out {part.skipped} pairs with an empty side", highlight=False)
+    train, validation, test = found
+    skipped = (train.skipped, validation.skipped, test.skipped)
+    return Texts(train.records, validation.records, test.records, skipped)
 
 
-def encode_test(config: Study, target: Model, records: Sequence[Record]) -> list[Example]:
-    """The test set as token ids: long sources are cut as in training, and nothing is left out."""
+def encode(
+    name: str,
+    records: Sequence[Record],
+    target: Model,
+    limits: data.Limits,
+    console: rich.console.Console,
+) -> tuple[list[Example], data.Counts]:
+    """A part of the data as token ids; ``console`` is told of what was cut or left out."""
     if target.tokenizer is None:
         raise ValueError(f"target: {target.name} has no tokenizer, which the texts need")
-    limits = data.Limits(source=config.limits.source)
     examples, counts = data.encode(
         records, target.tokenizer, encoder=bool(target.decoder_start), limits=limits
     )
+    if counts.examples != len(records) or counts.truncated_sources or counts.truncated_targets:
+        console.print(f"{name}: {counts}", highlight=False, soft_wrap=True)
+    return examples, counts
+
+
+def encode_test(
+    config: Study, target: Model, records: Sequence[Record], console: rich.console.Console
+) -> tuple[list[Example], data.Counts]:
+    """The test set as token ids: long sources are cut as in training, and nothing is left out."""
+    examples, counts = encode("test", records, target, data.Limits(source=config.limits.source), console)
     if counts.examples != len(records):
         raise ValueError(f"data.test: expected {len(records)} usable pairs, got {counts}")
-    return examples
+    return examples, counts
 
 
 def train(
@@ -95,7 +118,7 @@ def train(
 ) -> Trained:
     """Everything that is trained or counted; what is there already is read."""
     workshop = Workshop(config, texts, folder, stages, console)
-    test = encode_test(config, workshop.target, texts.test)  # refused now, not when all is trained
+    test, counts = encode_test(config, workshop.target, texts.test, console)
     workshop.write_answers([source for how in config.recipes.values() for source in how.sources])
     workshop.write_answers([counted.source for counted in config.ngrams.values()])
     subjects: dict[str, Subject] = {}
@@ -106,7 +129,8 @@ def train(
     for name in config.ngrams:
         subjects[name] = workshop.count(name)
     validation: list[Example] = list(workshop.corpus.validation[:VALIDATION])  # type: ignore[arg-type]
-    return Trained(workshop.target, subjects, test, validation)
+    cut = workshop.cut | {"test": counts.truncated_sources}
+    return Trained(workshop.target, subjects, test, validation, cut)
 
 
 class Workshop:
@@ -122,17 +146,12 @@ class Workshop:
         self.mesh = None if config.mesh is None else parallel.make_mesh(config.mesh.data, config.mesh.model)
         self.target = self._target(texts)
         # Encoded once: with its ids in hand, no recipe has to do it again.
-        encoded = (
-            recipe.encode(
-                part,
-                self.target.tokenizer,
-                encoder=bool(self.target.decoder_start),
-                limits=config.limits,
-                name=name,
-            )
-            for name, part in (("train", texts.train), ("validation", texts.validation))
-        )
-        self.corpus = recipe.Corpus(*encoded)
+        parts = {"train": texts.train, "validation": texts.validation}
+        encoded = {
+            name: encode(name, part, self.target, config.limits, console) for name, part in parts.items()
+        }
+        self.corpus = recipe.Corpus(*(examples for examples, _ in encoded.values()))
+        self.cut = {name: counts.truncated_sources for name, (_, counts) in encoded.items()}
 
     def _target(self, texts: Texts) -> Model:
         settings = self.config.target

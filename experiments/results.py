@@ -87,10 +87,18 @@ class Curve(NamedTuple):
     fill: int
 
 
+class Part(NamedTuple):
+    """A part of the data: pairs of texts."""
+
+    pairs: int
+    skipped: int  # beside them: pairs with an empty side
+    cut: int  # among them: pairs whose source was longer than allowed
+
+
 class Results(NamedTuple):
     """Everything that a study measures."""
 
-    pairs: dict[str, int]  # part of the data -> pairs of texts
+    parts: dict[str, Part]  # train, validation, test
     rows: list[Row]
     alphas: dict[str, dict[float, float]]  # drafter -> temperature -> alpha
     alpha_tokens: dict[float, int]  # temperature -> positions

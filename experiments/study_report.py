@@ -9,7 +9,7 @@ from typing import Any
 import rich.console
 
 from experiments import paper, plots, report, sheets
-from experiments.results import OFF, Curve, Results, Row, named
+from experiments.results import OFF, Curve, Part, Results, Row, named
 from experiments.sheets import Sheet
 from experiments.stages import Stages, clock
 from experiments.study import Data, Study
@@ -260,16 +260,17 @@ def curve_sheet(curves: dict[str, Curve]) -> Sheet:
     )
 
 
-def data_sheet(data: Data, pairs: dict[str, int]) -> Sheet:
-    """Which texts these are."""
+def data_sheet(data: Data, parts: dict[str, Part]) -> Sheet:
+    """Which texts these are, and what became of others."""
 
     def place(part: readers.DataConfig) -> str:
         if isinstance(part, readers.Hub):
             return " ".join(filter(None, (part.id, part.config, part.split)))
         return f"{part.source}, {part.target}" if isinstance(part, readers.Parallel) else part.file
 
-    rows = [(name, place(getattr(data, name)), str(count)) for name, count in pairs.items()]
-    return Sheet("data", ("part", "from", "pairs"), rows, left=(0, 1))
+    rows = [(name, place(getattr(data, name)), *map(str, part)) for name, part in parts.items()]
+    headings = ("part", "from", "pairs", "left out: a side is empty", "sources cut")
+    return Sheet("data", headings, rows, left=(0, 1))
 
 
 def _kind(stage: str) -> str:
@@ -309,7 +310,7 @@ def write(
         alpha_sheet(results, config.task.paper, subjects),
         *lenience_sheets(results, config, subjects),
         curve_sheet(results.curves),
-        data_sheet(config.data, results.pairs),
+        data_sheet(config.data, results.parts),
         times_sheet(stages),
     ]
     for sheet in all_sheets:

@@ -1,5 +1,6 @@
 """A study measured on models whose laws are known: tables over the letters of a byte-level tokenizer."""
 
+import io
 import json
 import re
 
@@ -86,8 +87,9 @@ def trained(config):
             "table": Subject("table", "small", alpha.Laws(q.lm, q.params), q),
             "counted": Subject("counted", "bigram", counted, None),
         },
-        pipeline.encode_test(config, target, RECORDS),
-        pipeline.encode_test(config, target, RECORDS[::-1]),
+        pipeline.encode_test(config, target, RECORDS, QUIET)[0],
+        pipeline.encode_test(config, target, RECORDS[::-1], QUIET)[0],
+        {"train": 0, "validation": 0, "test": 1},
     )
 
 
@@ -101,8 +103,9 @@ def config():
     return study.Study.model_validate(CONFIG)
 
 
+QUIET = rich.console.Console(quiet=True)
 RECORDS = [data.Record(source, "abab") for source in ("a", "bc", "d", "ab", "cda")]
-TEXTS = Texts(RECORDS * 3, RECORDS[::-1], RECORDS)
+TEXTS = Texts(RECORDS * 3, RECORDS[::-1], RECORDS, (7, 0, 0))
 
 
 def measured(config, trained, folder):
@@ -306,6 +309,16 @@ def test_an_unusable_test_set_is_refused_before_anything_is_written(config, trai
     assert list(tmp_path.iterdir()) == []
 
 
+def test_test_sources_that_are_cut_are_counted_and_said(config, trained):
+    short = config.model_copy(update={"limits": data.Limits(source=2)})
+    said = io.StringIO()
+    console = rich.console.Console(file=said)
+    examples, counts = pipeline.encode_test(short, trained.target, RECORDS, console)
+    assert max(len(example.source) for example in examples) == 2
+    assert counts.truncated_sources == 1  # "cda"
+    assert "test: " in said.getvalue()
+
+
 def test_another_drafter_has_another_fingerprint(trained):
     """By which `Stages.kept` tells a measurement of one from that of the other."""
     q = model(laws(2, P, 0.9))
@@ -321,7 +334,8 @@ def test_the_report_s_files(found, config, tmp_path):
     markdown = (tmp_path / "table.md").read_text()
     for heading in ("## letters, float32", "## alpha of every drafter", "LOSSY below l = 1", "## time"):
         assert heading in markdown
-    assert "| train | x | 15 |" in markdown
+    assert "| train | x | 15 | 7 | 0 |" in markdown
+    assert "| test | x | 5 | 0 | 1 |" in markdown
     assert "* commit: " in markdown
     # Every curve that expectations rest on, none that they do not.
     assert [curve for curve in got.curves if f"| {curve} | " in markdown] == list(got.curves)

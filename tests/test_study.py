@@ -1,5 +1,6 @@
 """Studies: configurations, stages, sheets, scores. No model is trained here."""
 
+import io
 import json
 import re
 import time
@@ -383,7 +384,7 @@ def test_what_is_far_from_its_expectation_is_explained():
 
 def measured(**changes):
     fields = {"rows": [row()], "sweep": [], "lenient": [], "sweep_drafter": ""}
-    fields |= {key: {} for key in ("pairs", "alphas", "alpha_tokens", "curves", "lenient_alphas", "rounds")}
+    fields |= {key: {} for key in ("parts", "alphas", "alpha_tokens", "curves", "lenient_alphas", "rounds")}
     return results.Results(**fields | changes)
 
 
@@ -467,11 +468,28 @@ def test_where_texts_come_from():
     data = study.Data.model_validate(
         {"train": PARALLEL, "validation": {"format": "tsv", "file": "c.tsv"}, "test": hub}
     )
-    pairs = {"train": 3, "validation": 2, "test": 1}
-    assert study_report.data_sheet(data, pairs).rows == [
-        ("train", "a, b", "3"),
-        ("validation", "c.tsv", "2"),
-        ("test", "a/b de-en test", "1"),
+    parts = {"train": results.Part(3, 1, 2), "validation": results.Part(2, 0, 0)}
+    parts["test"] = results.Part(1, 0, 1)
+    assert study_report.data_sheet(data, parts).rows == [
+        ("train", "a, b", "3", "1", "2"),
+        ("validation", "c.tsv", "2", "0", "0"),
+        ("test", "a/b de-en test", "1", "0", "1"),
+    ]
+
+
+def test_what_is_left_out_of_the_texts_is_said_and_counted(tmp_path):
+    from experiments import pipeline
+
+    for name, lines in (("train", "a\tb\n\tc\nd\t\n"), ("validation", "a\tb\n"), ("test", "\tb\na\tb\n")):
+        (tmp_path / name).write_text(lines)
+    parts = ("train", "validation", "test")
+    data = {name: {"format": "tsv", "file": name, "skip_empty": True} for name in parts}
+    said = io.StringIO()
+    found = pipeline.read(study.Data.model_validate(data), tmp_path, rich.console.Console(file=said))
+    assert (len(found.train), len(found.test), found.skipped) == (1, 1, (2, 0, 1))
+    assert said.getvalue().splitlines() == [
+        "train: left out 2 pairs with an empty side",
+        "test: left out 1 pairs with an empty side",
     ]
 
 

@@ -75,8 +75,8 @@ def losses(config: Config, data: Data = None, output: Output = None, smoke: Smok
             raise ValueError(f"{config}: expected a study with a drafter {settings.drafter!r}, got {path}")
         if base.drafters[settings.drafter].model is not None:
             raise ValueError(
-                f"{config}: drafter: expected one that {path} trains, got {settings.drafter!r}, which is used "
-                "as it is (model)"
+                f"{config}: drafter: expected one that {path} trains, got {settings.drafter!r}, which it "
+                "uses as it is (model)"
             )
         folder = _folder(path, output, smoke)
         texts = pipeline.read(base.data, data or Path("."), console)

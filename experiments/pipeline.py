@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +15,17 @@ from experiments.alpha import Laws, table_model
 from experiments.stages import Stages
 from experiments.study import Study
 from jspec import Model, drafters, load, models, parallel
-from jspec.io import orbax
+from jspec.checkpoint import SMOLLM2
+from jspec.io import hf, orbax
+from jspec.io.tokenizer import Tokenizer, from_folder
 from jspec.types import Drafter
 from training import data, distill, finetune, ngram, readers, recipe, text
+from training import tokenizer as tokenizers
 from training.data import Example, Record
 from training.features import Precision
 
 ANSWERS = "answers"  # the folder of what the target writes, shared by all stages
+TARGET = "target"  # the folder of a target that is trained
 VALIDATION = 512  # sources to choose by: those of a distillation's evaluations, whose answers are there
 
 
@@ -95,9 +100,8 @@ def encode(
     """A part of the data as token ids; ``console`` is told of what was cut or left out."""
     if target.tokenizer is None:
         raise ValueError(f"target: {target.name} has no tokenizer, which the texts need")
-    examples, counts = data.encode(
-        records, target.tokenizer, encoder=bool(target.decoder_start), limits=limits
-    )
+    encoder = bool(target.decoder_start)
+    examples, counts = data.encode(records, target.tokenizer, encoder=encoder, limits=limits)
     if counts.examples != len(records) or counts.truncated_sources or counts.truncated_targets:
         console.print(f"{name}: {counts}", highlight=False, soft_wrap=True)
     return examples, counts
@@ -108,15 +112,48 @@ def encode_test(
 ) -> tuple[list[Example], data.Counts]:
     """The test set as token ids: long sources are cut as in training, and nothing is left out."""
     examples, counts = encode("test", records, target, data.Limits(source=config.limits.source), console)
-    if counts.examples != len(records):
-        raise ValueError(f"data.test: expected {len(records)} usable pairs, got {counts}")
+    _check_whole(records, counts)
     return examples, counts
+
+
+def _check_whole(test: Sequence[Record], counts: data.Counts) -> None:
+    if counts.examples != len(test):
+        raise ValueError(f"data.test: expected {len(test)} usable pairs, got {counts}")
+
+
+def check_test(settings: finetune.Finetune, texts: Texts) -> None:
+    """Refuse a test set with pairs that cannot be measured on, by the tokenizer that the target will have.
+
+    `encode_test` does so as well, but when the target has been trained. A tokenizer that is to be trained is
+    trained for this, too: that takes seconds, and the same text gives the same one.
+
+    Raises:
+      ValueError: naming how many pairs are unusable.
+    """
+    tokenizer = _tokenizer(settings, texts)
+    if tokenizer is not None:
+        # Right for a decoder, too: the end token that an encoder's source keeps, its prompts have not got.
+        _check_whole(texts.test, data.encode(texts.test, tokenizer, encoder=True)[1])
+
+
+def _tokenizer(settings: finetune.Finetune, texts: Texts) -> Tokenizer | None:
+    if settings.tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            return tokenizers.train(texts.train, settings.tokenizer, folder)
+    if settings.checkpoint is None:
+        return None  # the training will say that it needs one
+    path = Path(settings.checkpoint).expanduser()
+    if settings.checkpoint == SMOLLM2 or path.suffix == ".gguf":
+        return load(settings.checkpoint).tokenizer
+    return from_folder(path if orbax.is_run(path) else hf.find_folder(settings.checkpoint))
 
 
 def train(
     config: Study, texts: Texts, folder: Path, stages: Stages, console: rich.console.Console
 ) -> Trained:
     """Everything that is trained or counted; what is there already is read."""
+    if config.target.finetune is not None and not _finished(folder / TARGET):
+        check_test(config.target.finetune, texts)
     workshop = Workshop(config, texts, folder, stages, console)
     test, counts = encode_test(config, workshop.target, texts.test, console)
     workshop.write_answers([source for how in config.recipes.values() for source in how.sources])
@@ -158,7 +195,7 @@ class Workshop:
         if settings.model is not None:
             return load(settings.model, self.config.measure.dtype, mesh=self.mesh)
         assert settings.finetune is not None
-        output = self.folder / "target"
+        output = self.folder / TARGET
         with self.stages.timed("target", done=_finished(output)):
             model = finetune.run(
                 settings.finetune.model_copy(update={"limits": self.config.limits}),

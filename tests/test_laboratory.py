@@ -16,7 +16,7 @@ from experiments.results import Curve
 from jspec import Model, drafters, measure, testing
 from jspec.drafters import NgramTable
 from jspec.measure import CostCurve
-from training import data
+from training import data, tokenizer
 
 LETTERS = [2 + byte for byte in b"abcd"]
 END = 1
@@ -300,13 +300,31 @@ def test_draft_lengths_are_chosen_on_validation(found, config, trained, folder, 
     assert [row.quality for row in got.lenient] == [None, None]
 
 
-def test_an_unusable_test_set_is_refused_before_anything_is_written(config, trained, tmp_path, monkeypatch):
+@pytest.mark.parametrize("start", ["model", "tokenizer", "checkpoint"])
+def test_an_unusable_test_set_is_refused_before_anything_is_trained(
+    config, trained, tmp_path, monkeypatch, start
+):
+    """Whether the target is used as it is, gets a tokenizer from the texts, or has one already."""
+
+    def train(*_, **__):
+        raise AssertionError
+
     monkeypatch.setattr(pipeline, "load", lambda *_, **__: trained.target)
-    bad = TEXTS._replace(test=[*RECORDS, data.Record("a", "")])
-    quiet = rich.console.Console(quiet=True)
+    monkeypatch.setattr(pipeline.finetune, "run", train)
+    short, scratch = {"training": {"steps": 1}}, {"architecture": {"kind": "encoder-decoder"}}
+    folder, out = tmp_path / "checkpoint", tmp_path / "out"
+    tokenizer.save(tokenizer.build(["abcd"], 20), folder)
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    targets = {
+        "model": study.Target(model="unused"),
+        "tokenizer": study.Target(finetune=scratch | {"tokenizer": {"vocab_size": 20}} | short),
+        "checkpoint": study.Target(finetune={"checkpoint": str(folder)} | short),
+    }
+    mine = config.model_copy(update={"target": targets[start]})
+    bad = TEXTS._replace(test=[*RECORDS, data.Record("a", "" if start == "model" else "b</s>a")])
     with pytest.raises(ValueError, match=r"data\.test: expected 6 usable pairs"):
-        pipeline.train(config, bad, tmp_path, stages.Stages(tmp_path, quiet), quiet)
-    assert list(tmp_path.iterdir()) == []
+        pipeline.train(mine, bad, out, stages.Stages(out, QUIET), QUIET)
+    assert list(out.iterdir()) == []
 
 
 def test_test_sources_that_are_cut_are_counted_and_said(config, trained):

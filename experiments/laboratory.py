@@ -12,7 +12,7 @@ import rich.console
 import jspec
 from experiments import alpha, cost, environment, figures, progress, quality
 from experiments.bench import PLAIN, Bench, Case, Setting
-from experiments.pipeline import ANSWERS, Subject, Trained
+from experiments.pipeline import ANSWERS, Subject, Trained, validated
 from experiments.report import Line
 from experiments.results import Curve, Quality, fields, named, unpacked
 from experiments.stages import Stages
@@ -22,8 +22,6 @@ from jspec.batch import Request
 from jspec.types import Verifier
 from training import recipe, text
 from training.data import Example, Record
-from training.distill import EVALUATION_SEED
-from training.generation import generate_answers
 
 SLOTS = 32  # capacities are multiples: a cache of 256 slots for answers of 30 tokens is slow to attend to
 PROBE = 4  # draft length at which c is measured where the length is yet to be chosen
@@ -135,15 +133,11 @@ class Laboratory:
         self.answers[temperature] = self._answers(temperature)
 
     def _answers(self, temperature: float) -> list[list[int]]:
-        return generate_answers(
-            self.target,
-            [example.source for example in self.examples],
-            temperature=temperature,
-            seed=self.settings.seed,
-            max_new_tokens=self.config.max_new_tokens,
-            batch_size=self.settings.quality_batch,
-            cache=self.folder / ANSWERS,
+        how = text.Writing(self.config.max_new_tokens, self.settings.quality_batch, self.folder / ANSWERS)
+        found = text.answered(
+            self.target, self.examples, how, temperature, self.settings.seed, console=self.console
         )
+        return [example.target for example in found]
 
     def _quality(self, answers: Sequence[Sequence[int]]) -> Quality:
         assert self.target.tokenizer is not None
@@ -158,14 +152,11 @@ class Laboratory:
         return [Example(example.source, answer) for example, answer in pairs]
 
     def validated(self, temperature: float) -> list[Example]:
-        """Validation sources with plain decoding's answers: those that distillation looks at during training,
-        with its settings, so that they need not be written again."""
+        """Validation sources with plain decoding's answers; see `pipeline.validated`."""
         if temperature not in self._validated:
-            writing = text.Writing(
-                self.config.max_new_tokens, self.config.generation_batch, self.folder / ANSWERS
+            self._validated[temperature] = validated(
+                self.config, self.target, self.validation, temperature, self.stages, self.console
             )
-            found = text.answered(self.target, self.validation, writing, temperature, EVALUATION_SEED)
-            self._validated[temperature] = found
         return self._validated[temperature]
 
     # --- alpha and costs ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from experiments.sheets import Sheet
 from experiments.stages import Stages, clock
 from experiments.study import Losses, Recipe, Study
 from jspec import Model
-from training import acceptance, recipe, text
+from training import acceptance, recipe
 from training.data import Example
 
 
@@ -43,7 +43,7 @@ def compare(
     workshop.write_answers(config.sources)
     references: list[Example] = list(workshop.corpus.validation[: config.validation_examples])  # type: ignore[arg-type]
     written = {
-        temperature: text.answered(workshop.target, references, workshop.writing, temperature, 0)
+        temperature: pipeline.validated(base, workshop.target, references, temperature, stages, console)
         for temperature in (0.0, 1.0)
     }
     drafter = base.drafters[config.drafter]

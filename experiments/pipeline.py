@@ -210,15 +210,17 @@ class Workshop:
 
     @property
     def writing(self) -> text.Writing:
-        """How the target writes; the same for every stage, so that each text is written once."""
-        return text.Writing(self.config.max_new_tokens, self.config.generation_batch, self.folder / ANSWERS)
+        """How the target writes."""
+        return writing(self.config, self.folder)
 
     def answered(self, source: text.Source) -> list[Example]:
         """The training sources with the answers that ``source`` names."""
         chosen: list[Example] = list(self.corpus.train[: source.examples])  # type: ignore[arg-type]
         if source.text == "references":
             return chosen
-        return text.answered(self.target, chosen, self.writing, source.temperature, source.seed)
+        return text.answered(
+            self.target, chosen, self.writing, source.temperature, source.seed, console=self.console
+        )
 
     @property
     def _inputs(self) -> dict[str, Any]:
@@ -233,9 +235,8 @@ class Workshop:
         """Have the target answer the training sources, into the folder where all recipes look for that."""
         for source in _different(s for s in wanted if s.text == "target"):
 
-            def write(source: text.Source = source) -> dict[str, float]:
-                lengths = [len(example.target) for example in self.answered(source)]
-                return {"answers": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
+            def write(source: text.Source = source) -> dict[str, int]:
+                return _extent(self.answered(source))
 
             inputs = self._inputs | {"source": source.model_dump(mode="json")}
             self.stages.kept(f"answers, {_called(source)}", inputs, write)
@@ -296,6 +297,41 @@ class Workshop:
 
     def _cast(self, model: Model) -> Model:
         return dataclasses.replace(model, params=models.cast(model.params, self.config.measure.dtype))
+
+
+def writing(config: Study, folder: Path) -> text.Writing:
+    """How the target of a study writes; the same for every stage, so that each text is written once."""
+    return text.Writing(config.max_new_tokens, config.generation_batch, folder / ANSWERS)
+
+
+def validated(
+    config: Study,
+    target: Model,
+    examples: Sequence[Example],
+    temperature: float,
+    stages: Stages,
+    console: rich.console.Console,
+) -> list[Example]:
+    """Validation sources with the target's answers, as a stage: those that distillation looks at during
+    training, with its settings, so that they need not be written again."""
+    how = writing(config, stages.folder)
+
+    def answered() -> list[Example]:
+        return text.answered(target, examples, how, temperature, distill.EVALUATION_SEED, console=console)
+
+    inputs = {
+        "target": recipe.model_fingerprint(target.lm.config, target.params),
+        "validation": recipe.text_fingerprint(examples),
+        "writing": [how.max_new_tokens, how.batch_size],
+    }
+    name = f"answers on validation, T={temperature:g}, {len(examples)}"
+    stages.kept(name, inputs, lambda: _extent(answered()))
+    return answered()
+
+
+def _extent(written: Sequence[Example]) -> dict[str, int]:
+    lengths = [len(example.target) for example in written]
+    return {"answers": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
 
 
 def distillation(config: Study, drafter: studies.Drafter, how: studies.Recipe) -> distill.Distill:

@@ -18,6 +18,7 @@ from training import readers
 MARK = "†"
 MEASUREMENTS = (
     "answers",
+    "answers on validation",
     "features",
     "test",
     "alpha",

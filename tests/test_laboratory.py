@@ -16,7 +16,8 @@ from experiments.results import Curve
 from jspec import Model, drafters, measure, testing
 from jspec.drafters import NgramTable
 from jspec.measure import CostCurve
-from training import data, tokenizer
+from training import data, text, tokenizer
+from training.distill import EVALUATION_SEED
 
 LETTERS = [2 + byte for byte in b"abcd"]
 END = 1
@@ -206,6 +207,30 @@ def test_what_was_measured_is_not_measured_again(found, config, trained, folder)
     again, kept = measured(config, trained, folder)
     assert json.dumps(kept.times) == before
     assert results.named(again) == results.named(found[0])
+
+
+def test_whoever_writes_is_told_of_on_the_console_and_timed(config, trained, tmp_path, monkeypatch):
+    told = []
+
+    def answered(model, examples, writing, temperature, seed, *, console=None):
+        told.append((seed, console))
+        return list(examples)
+
+    monkeypatch.setattr(text, "answered", answered)
+    monkeypatch.setattr(pipeline, "load", lambda *_, **__: trained.target)
+    kept = stages.Stages(tmp_path, QUIET)
+    lab = Laboratory(altered(config, temperatures=(1.0,)), trained, RECORDS, tmp_path, kept, QUIET)
+    lab.validated(1.0)
+    pipeline.Workshop(config, TEXTS, tmp_path, kept, QUIET).write_answers(
+        [text.Source(text="target", seed=3)]
+    )
+    # The first pass of each is within its stage; in the second the answers are there.
+    assert told == [(seed, QUIET) for seed in (0, 0, EVALUATION_SEED, EVALUATION_SEED, 3)]
+    assert list(kept.times) == [
+        "test, plain, T=1",
+        "answers on validation, T=1, 5",
+        "answers, T=0, seed 3, all",
+    ]
 
 
 class Pretended(stages.Stages):

@@ -156,11 +156,13 @@ def train(
         check_test(config.target.finetune, texts)
     workshop = Workshop(config, texts, folder, stages, console)
     test, counts = encode_test(config, workshop.target, texts.test, console)
+    rows = config.rows()
+    given = {row: workshop.given(name) for row, (name, how) in rows.items() if how is None}
     workshop.write_answers([source for how in config.recipes.values() for source in how.sources])
     workshop.write_answers([counted.source for counted in config.ngrams.values()])
     subjects: dict[str, Subject] = {}
-    for row, (name, how) in config.rows().items():
-        model = workshop.given(name) if how is None else workshop.train(row)
+    for row, (name, _) in rows.items():
+        model = given[row] if row in given else workshop.train(row)
         laws = Laws(model.lm, model.params, config.measure.dtype)
         subjects[row] = Subject(row, config.drafters[name].paper, laws, model)
     for name in config.ngrams:
@@ -262,6 +264,7 @@ class Workshop:
         settings = self.config.drafters[name]
         assert settings.model is not None
         model = load(settings.model, self.config.measure.dtype, mesh=self.mesh)
+        recipe.check_kind(f"drafters.{name}.model", self.target, model)
         recipe.check_vocabulary(f"drafters.{name}.model", self.target, model)
         return model
 

@@ -15,6 +15,7 @@ from jspec import auto, drafters, engine, measure, verify
 from jspec.batch import Request
 from jspec.io.tokenizer import check_vocabularies
 from jspec.text import named_drafter
+from training import recipe
 
 
 def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
@@ -33,6 +34,7 @@ def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
         elif row.drafter == "model":
             arguments = dict(row.arguments)
             draft_model = jspec.load(str(arguments.pop("draft_model")), dtype=dtype)
+            recipe.check_kind("draft_model", model, draft_model)
             drafter = drafters.model(draft_model, **arguments)
             if model.vocabulary is not None:
                 check_vocabularies(model.vocabulary, drafter.params)

@@ -11,7 +11,7 @@ import typer.testing
 
 from experiments import __main__ as command
 from experiments import bench, config, cost, prompts, report, study, table
-from jspec import drafters, engine, measure, testing, verify
+from jspec import drafters, engine, measure, models, testing, verify
 from jspec.batch import Request
 from jspec.text import Model
 
@@ -102,6 +102,18 @@ def test_the_project_s_own_configurations(name):
 def test_a_row_that_cannot_be_built(changes, message):
     row = config.Row.model_validate({"name": "row", "drafter": "suffix"} | changes)
     with pytest.raises(ValueError, match=message):
+        table.build(row, Model(*testing.table_lm(CYCLE)))
+
+
+def test_a_draft_model_of_another_kind(monkeypatch):
+    sizes = {"width": 8, "mlp_width": 8, "num_layers": 1, "num_encoder_layers": 1, "num_heads": 1}
+    other = models.Seq2SeqConfig(vocab_size=3, head_dim=8, **sizes)
+    loaded = Model(models.language_model(other), {}, eos=(1,), decoder_start=(0,))
+    monkeypatch.setattr("jspec.load", lambda *_, **__: loaded)
+    row = config.Row(name="row", drafter="model", arguments={"draft_model": "x"})
+    with pytest.raises(
+        ValueError, match="drafters: 'row': draft_model: expected a model of the target's kind"
+    ):
         table.build(row, Model(*testing.table_lm(CYCLE)))
 
 

@@ -13,7 +13,7 @@ from experiments import alpha, environment, measurements, pipeline, results, sta
 from experiments.laboratory import Costs, Laboratory, Timed
 from experiments.pipeline import Subject, Texts, Trained
 from experiments.results import Curve
-from jspec import Model, drafters, measure, testing
+from jspec import Model, drafters, measure, models, testing
 from jspec.drafters import NgramTable
 from jspec.measure import CostCurve
 from training import data, text, tokenizer
@@ -350,6 +350,22 @@ def test_an_unusable_test_set_is_refused_before_anything_is_trained(
     with pytest.raises(ValueError, match=r"data\.test: expected 6 usable pairs"):
         pipeline.train(mine, bad, out, stages.Stages(out, QUIET), QUIET)
     assert list(out.iterdir()) == []
+
+
+def test_a_given_drafter_of_another_kind_is_refused_before_anything_is_written(
+    config, trained, tmp_path, monkeypatch
+):
+    """Also where it speaks the same tokens."""
+    sizes = {"width": 8, "mlp_width": 8, "num_layers": 1, "num_encoder_layers": 1, "num_heads": 1}
+    kind = models.Seq2SeqConfig(vocab_size=SIZE, head_dim=8, **sizes)
+    lm = models.language_model(kind)
+    other = Model(lm, {}, tiny_text.tokenizer(), (END,), decoder_start=(0,))
+    loaded = iter([trained.target, other])
+    monkeypatch.setattr(pipeline, "load", lambda *_, **__: next(loaded))
+    message = r"drafters\.table\.model: expected a model of the target's kind, decoder, got encoder-decoder"
+    with pytest.raises(ValueError, match=message):
+        pipeline.train(config, TEXTS, tmp_path, stages.Stages(tmp_path, QUIET), QUIET)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_test_sources_that_are_cut_are_counted_and_said(config, trained):

@@ -1,7 +1,7 @@
 """What speculative decoding can gain: the theory of Leviathan et al., and predictions from measured costs.
 
 Words: alpha is the chance that a drafted token is accepted, gamma the number of drafted tokens, c the time of
-one drafter step over the time of a one-token forward of the target, tau the tokens a round emits, and
+one drafter step over the time of a one-token forward of the target, tau the tokens that a round emits, and
 t(n) the time of the target's forward over n tokens.
 """
 
@@ -22,6 +22,7 @@ from jspec import engine, measure, sampling, trees
 from jspec.measure import CostCurve, best_length, measure_curve
 from jspec.round import make_context, verify_forward
 from jspec.types import Draft, Drafter, Forward, LanguageModel, PyTree, Sampler, Verdict
+from training.acceptance import tau
 
 __all__ = [
     "CostCurve",
@@ -29,54 +30,39 @@ __all__ = [
     "best_gamma_on",
     "best_length",
     "estimate_alpha",
-    "expected_tokens",
     "measure_curve",
     "measure_drafting",
     "predict_from_curve",
     "predict_from_theory",
     "speedup",
     "speedup_on",
+    "tau",
 ]
 
 
-def expected_tokens(alpha: float, gamma: float) -> float:
-    """Tokens of a round when every drafted token is accepted with probability alpha, independently.
-
-    (1 - alpha^(gamma + 1)) / (1 - alpha), and gamma + 1 at alpha = 1.
-    Leviathan, Kalman, Matias 2023 (arXiv 2211.17192), equation 1.
-
-    >>> round(expected_tokens(0.8, 5), 2)
-    3.69
-    """
-    _check(alpha, gamma)
-    if alpha == 1:
-        return gamma + 1.0
-    return (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
-def speedup(alpha: float, gamma: float, c: float) -> float:
+def speedup(alpha: float, gamma: int, c: float) -> float:
     """Speed-up over plain decoding, if a forward over gamma + 1 tokens takes as long as one over 1.
 
-    expected_tokens / (gamma c + 1). Theorem 3.8 of arXiv 2211.17192.
+    tau(alpha, gamma) / (gamma c + 1). Theorem 3.8 of arXiv 2211.17192.
 
     >>> round(speedup(0.75, 7, 0.02), 1)
     3.2
     """
-    if c < 0:
-        raise ValueError(f"c: expected a number >= 0, got {c}")
-    return expected_tokens(alpha, gamma) / (gamma * c + 1)
+    _check(alpha, gamma, c)
+    return tau(alpha, gamma) / (gamma * c + 1)
 
 
 def speedup_on(curve: CostCurve, alpha: float, gamma: int, c: float) -> float:
     """`speedup` where a forward over gamma + 1 tokens costs what was measured.
 
-    expected_tokens / (gamma c + t(gamma + 1) / t(1)): Theorem 3.8 with its assumption taken out.
+    tau(alpha, gamma) / (gamma c + t(gamma + 1) / t(1)): Theorem 3.8 with its assumption taken out.
 
     >>> flat, steep = CostCurve((1, 5), (1.0, 1.0)), CostCurve((1, 5), (1.0, 2.0))
     >>> speedup_on(flat, 0.8, 4, 0.1) == speedup(0.8, 4, 0.1), round(speedup_on(steep, 0.8, 4, 0.1), 2)
     (True, 1.4)
     """
-    return expected_tokens(alpha, gamma) / (gamma * c + curve.relative(gamma + 1))
+    _check(alpha, gamma, c)
+    return tau(alpha, gamma) / (gamma * c + curve.relative(gamma + 1))
 
 
 def best_gamma_on(curve: CostCurve, alpha: float, c: float, most: int) -> int:
@@ -107,13 +93,13 @@ def estimate_alpha(accepted: Sequence[int] | np.ndarray, judged: Sequence[int] |
 def predict_from_theory(alpha: float, gammas: Sequence[int], c: float) -> float:
     """Theorem 3.8 for a draft whose length changes from round to round.
 
-    mean_r expected_tokens(alpha, gamma_r) / mean_r (gamma_r c + 1); `speedup` itself for a constant length.
+    mean_r tau(alpha, gamma_r) / mean_r (gamma_r c + 1); `speedup` itself for a constant length.
 
     >>> predict_from_theory(0.8, [5, 5], 0.1) == speedup(0.8, 5, 0.1)
     True
     """
     lengths, counts = np.unique(np.asarray(gammas), return_counts=True)
-    tokens = sum(n * expected_tokens(alpha, float(gamma)) for gamma, n in zip(lengths, counts, strict=True))
+    tokens = sum(n * tau(alpha, int(gamma)) for gamma, n in zip(lengths, counts, strict=True))
     return float(tokens / (counts * (lengths * c + 1)).sum())
 
 
@@ -288,8 +274,10 @@ def measure_drafting(
     return Drafting(*np.median(timings, axis=0).tolist())
 
 
-def _check(alpha: float, gamma: float) -> None:
+def _check(alpha: float, gamma: int, c: float) -> None:
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha: expected a probability, got {alpha}")
     if gamma < 0:
         raise ValueError(f"gamma: expected a number >= 0, got {gamma}")
+    if c < 0:
+        raise ValueError(f"c: expected a number >= 0, got {c}")

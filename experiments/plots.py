@@ -50,7 +50,7 @@ def sweep(
         acceptance.plot(gammas, [point.line.alpha for point in mine], "o", color=colour, label=label)
         acceptance.axhline(alpha, color=colour, lw=1, ls="--")
         tokens.plot(gammas, [point.line.tau for point in mine], "o", color=colour, label=label)
-        tokens.plot(every, [cost.expected_tokens(alpha, g) for g in every], color=colour, lw=1, ls="--")
+        tokens.plot(every, [cost.tau(alpha, g) for g in every], color=colour, lw=1, ls="--")
         measured = np.array([point.line.speedup for point in mine])
         spread = np.abs(measured[:, 1:] - measured[:, :1]).T
         speed.errorbar(gammas, measured[:, 0], spread, fmt="o", color=colour, capsize=3, label=label)

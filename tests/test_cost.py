@@ -35,7 +35,7 @@ TABLE_4 = [
 @pytest.mark.parametrize(("alpha", "gamma", "speed"), TABLE_1)
 def test_table_1(alpha, gamma, speed):
     assert cost.speedup(alpha, gamma, 0.0) == pytest.approx(speed, abs=0.005)
-    assert cost.expected_tokens(alpha, gamma) == cost.speedup(alpha, gamma, 0.0)
+    assert cost.tau(alpha, gamma) == cost.speedup(alpha, gamma, 0.0)
 
 
 @pytest.mark.parametrize(("alpha", "c", "gamma", "predicted"), TABLE_4)
@@ -46,9 +46,9 @@ def test_table_4(alpha, c, gamma, predicted):
 
 
 def test_limits():
-    assert cost.expected_tokens(1.0, 4) == 5
-    assert cost.expected_tokens(1 - 1e-9, 4) == pytest.approx(5)
-    assert cost.expected_tokens(0.0, 4) == 1
+    assert cost.tau(1.0, 4) == 5
+    assert cost.tau(1 - 1e-9, 4) == pytest.approx(5)
+    assert cost.tau(0.0, 4) == 1
     assert cost.speedup(0.5, 0, 0.3) == 1
 
 
@@ -63,8 +63,8 @@ def test_a_gain_is_possible_just_where_alpha_exceeds_c():
 @pytest.mark.parametrize(
     ("function", "arguments", "name"),
     [
-        (cost.expected_tokens, (1.5, 2), "alpha"),
-        (cost.expected_tokens, (0.5, -1), "gamma"),
+        (cost.speedup, (1.5, 2, 0.1), "alpha"),
+        (cost.speedup_on, (CostCurve((1, 2), (1.0, 1.0)), 0.5, -1, 0.1), "gamma"),
         (cost.speedup, (0.5, 2, -0.1), "c:"),
         (cost.estimate_alpha, ([3], [2]), "accepted"),
     ],

@@ -11,8 +11,9 @@ import rich.box
 import rich.console
 import rich.table
 
-from experiments import environment
+from experiments import environment, sheets
 from experiments.cost import CostCurve
+from experiments.sheets import Sheet
 
 
 class Speed(NamedTuple):
@@ -118,6 +119,7 @@ HEADINGS = (
     "speed-up with prompt",
     "equals plain",
 )
+LEFT = (0, len(HEADINGS) - 1)  # columns of words
 
 
 def equality(line: Line, gap: float = FLIP_GAP) -> str:
@@ -213,12 +215,8 @@ def markdown(sections: dict[str, list[Line]], curve: str, setup: dict[str, str])
     """The whole report; one table for each title in ``sections``."""
     parts = []
     for title, lines in sections.items():
-        parts.append(f"## {title}\n")
-        parts.append("| " + " | ".join(HEADINGS) + " |")
-        parts.append("|---" + "|---:" * (len(HEADINGS) - 2) + "|---|")
-        parts += ["| " + " | ".join(cells(line)) + " |" for line in lines]
-        parts.append("")
-        parts += [*(f"* {note}" for note in notes(lines)), ""] if notes(lines) else []
+        rows = [cells(line) for line in lines]
+        parts.append(sheets.markdown(Sheet(title, HEADINGS, rows, tuple(notes(lines)), LEFT)))
     parts += [curve, "", LEGEND, "", environment.listing(setup), ""]
     return "\n".join(parts)
 
@@ -248,8 +246,8 @@ def show(console: rich.console.Console, title: str, lines: list[Line]) -> None:
     hidden = ["prompt"] * (console.width < 110) + ["position"] * (console.width < 96)
     shown = [i for i, heading in enumerate(HEADINGS) if not any(word in heading for word in hidden)]
     for i in shown:
-        left = i in (0, len(HEADINGS) - 1)
-        table.add_column(HEADINGS[i], justify="left" if left else "right", overflow="fold", max_width=14)
+        side = "left" if i in LEFT else "right"
+        table.add_column(HEADINGS[i], justify=side, overflow="fold", max_width=14)
     for line in lines:
         slower = not line.baseline and line.speedup.median < 1
         texts = [text.replace(" (", "\n").replace(")", "") for text in cells(line)]

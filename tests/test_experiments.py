@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import types
 
 import numpy as np
@@ -303,6 +304,16 @@ def test_a_slower_row_says_so():
     text = report.markdown({"t": [slow]}, "curve", {"commit": "abc"})
     assert "slower |" in text
     assert "* commit: abc" in text
+
+
+def test_a_name_cannot_break_the_table():
+    noted = line(name="a|b", best_length=(1, 1.2))
+    text = report.markdown({"t": [noted, line()]}, "curve", {})
+    head, rule, first, second = text.split("\n\n")[1].splitlines()
+    assert first.startswith(r"| a\|b | 1.80 |")
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in (head, rule, first, second)} == {13}
+    assert rule == "|---" + 10 * "|---:" + "|---|"
+    assert text.split("\n\n")[2].startswith("* a|b: by its acceptance")
 
 
 def test_files(measured, tmp_path, capsys):

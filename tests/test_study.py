@@ -4,6 +4,7 @@ import io
 import json
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,10 +29,14 @@ def test_the_project_s_own_studies(name, smoke):
     assert loaded.rows()
 
 
-@pytest.mark.parametrize("name", ["t5_xxl_wmt14_tpu", "t5_large_cnndm_gpu"])
-def test_what_was_not_run_says_so_first(name):
-    first = (CONFIGS / f"{name}.yaml").read_text().splitlines()[0]
-    assert first.startswith("# Not run at size")
+#: Those with results (docs/results) of the settings that they have now.
+RUN = {"demo_smollm2", "specbench12", "specbench40"}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_was_not_run_says_so_first(path):
+    first = path.read_text().splitlines()[0]
+    assert first.startswith(("# Not run", "# Not a run")) == (path.stem not in RUN)
 
 
 def test_the_project_s_own_losses():
@@ -520,17 +525,131 @@ def test_times_of_a_kind_are_summed(tmp_path):
     ]
 
 
-def test_pictures(tmp_path):
-    from experiments import plots
+@pytest.fixture
+def pictures(monkeypatch):
+    """What is drawn, by the file's name, in place of files."""
+    found = {}
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, path, **_: found.update({path.stem: self})
+    )
+    return found
+
+
+def points(axis, label):
+    """The line of that label, as (x, y)."""
+    (line,) = [line for line in axis.lines if line.get_label() == label]
+    return [tuple(point) for point in line.get_xydata().tolist()]
+
+
+def spreads(axis):
+    """Of each series with error bars: its points, and the ends of its bars."""
+    return {
+        bars.get_label(): (bars[0].get_xydata().tolist(), np.array(bars[2][0].get_segments()).tolist())
+        for bars in axis.containers
+    }
+
+
+def test_the_picture_of_draft_lengths(pictures):
+    from experiments import cost, plots
     from jspec.measure import CostCurve
 
-    points = [results.SweepPoint(t, g, 0.02, line()) for t in (0.0, 1.0) for g in (1, 2, 5)]
-    curve = CostCurve((1, 6), (1.0, 1.5))
-    plots.sweep(tmp_path / "gamma.png", points, {0.0: 0.7, 1.0: 0.6}, dict.fromkeys((0.0, 1.0), curve))
-    rows = [lenient_row(factor=f, paper_alpha=a) for f, a in ((1.0, 0.62), (0.5, None))]
-    plots.lenience(tmp_path / "lenience.png", rows)
-    plots.lenience(tmp_path / "unscored.png", [row._replace(quality=None) for row in rows])
-    plots.losses(tmp_path / "losses.png", {"a": (report.Speed(0.5, 0.4, 0.6),) * 2})
-    for path in tmp_path.iterdir():
-        assert path.read_bytes()[:4] == b"\x89PNG"
-    assert np.unique([path.stat().st_size for path in tmp_path.iterdir()]).size == 4
+    def measured(temperature, gamma):
+        at = gamma + temperature / 10
+        speed = report.Speed(1 + at, 0.75 + at, 1.5 + at)
+        return results.SweepPoint(temperature, gamma, 0.02, line(alpha=at / 10, tau=at, speedup=speed))
+
+    alphas, curve = {0.0: 0.7, 1.0: 0.6}, CostCurve((1, 6), (1.0, 1.5))
+    swept = [measured(t, g) for t in alphas for g in (1, 5)]
+    plots.sweep(Path("gamma.png"), swept, alphas, dict.fromkeys(alphas, curve))
+    acceptance, tokens, speed = pictures["gamma"].axes
+    assert [axis.get_xlabel() for axis in (acceptance, tokens, speed)] == ["gamma"] * 3
+    assert [axis.get_title() for axis in (acceptance, tokens, speed)] == [
+        "acceptance",
+        "tokens a round",
+        "speed",
+    ]
+    for t, alpha in alphas.items():
+        label, at = f"T={t:g}", {g: g + t / 10 for g in (1, 5)}
+        assert points(acceptance, label) == [(g, at[g] / 10) for g in (1, 5)]
+        assert points(tokens, label) == [(g, at[g]) for g in (1, 5)]
+        middle, bars = spreads(speed)[label]
+        assert middle == [[g, 1 + at[g]] for g in (1, 5)]
+        assert bars == [[[g, pytest.approx(0.75 + at[g])], [g, pytest.approx(1.5 + at[g])]] for g in (1, 5)]
+        theory = [(g, cost.speedup(alpha, g, 0.02)) for g in range(1, 6)]
+        assert points(speed, f"{label}, Theorem 3.8") == theory
+        on_curve = [(g, cost.speedup_on(curve, alpha, g, 0.02)) for g in range(1, 6)]
+        assert points(speed, f"{label}, with measured t(n)") == on_curve
+    drawn = [list(line.get_ydata()) for line in acceptance.lines if line.get_linestyle() == "--"]
+    assert drawn == [[0.7, 0.7], [0.6, 0.6]]
+    drawn = [list(line.get_ydata()) for line in tokens.lines if line.get_linestyle() == "--"]
+    assert drawn == [[cost.tau(alpha, g) for g in range(1, 6)] for alpha in alphas.values()]
+
+
+def test_the_picture_of_lenience(pictures):
+    from experiments import plots
+
+    speeds = {1.0: report.Speed(1.5, 1.25, 1.75), 0.5: report.Speed(2.0, 1.5, 2.25)}
+    rows = [
+        lenient_row(
+            factor=f,
+            alpha=a,
+            paper_alpha=b,
+            quality=SCORE._replace(score=score),
+            line=line(overall_speedup=speeds[f], speedup=report.Speed(9, 9, 9)),
+        )
+        for f, a, b, score in ((1.0, 0.6, 0.62, 21.0), (0.5, 0.7, None, 20.0))
+    ]
+    plots.lenience(Path("lenience.png"), rows)
+    alphas, speed, scores = pictures["lenience"].axes
+    assert [axis.get_ylabel() for axis in (alphas, speed, scores)] == [
+        "alpha",
+        "speed-up of whole inference",
+        "BLEU",
+    ]
+    assert all(axis.xaxis_inverted() for axis in (alphas, speed, scores))  # exact on the left
+    assert points(alphas, "here") == [(1.0, 0.6), (0.5, 0.7)]
+    assert points(alphas, "paper") == [(1.0, 0.62)]
+    ((middle, bars),) = spreads(speed).values()
+    assert middle == [[1.0, 1.5], [0.5, 2.0]]
+    assert bars == [[[1.0, 1.25], [1.0, 1.75]], [[0.5, 1.5], [0.5, 2.25]]]
+    assert scores.lines[0].get_xydata().tolist() == [[1.0, 21.0], [0.5, 20.0]]
+    plots.lenience(Path("unscored.png"), [row._replace(quality=None) for row in rows])
+    assert len(pictures["unscored"].axes) == 2
+
+
+def test_the_picture_of_losses(pictures):
+    from experiments import plots
+
+    def spread(median):
+        return report.Speed(median, median - 0.125, median + 0.25)
+
+    plots.losses(Path("losses.png"), {"a": (spread(0.25), spread(0.625)), "b": (spread(0.375), spread(0.5))})
+    (axis,) = pictures["losses"].axes
+    # The best at temperature 1 is on top.
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["b", "a"]
+    assert axis.get_yticks().tolist() == [0, 1]
+    found = spreads(axis)
+    assert [[x for x, _ in found[label][0]] for label in ("T=0", "T=1")] == [[0.375, 0.25], [0.5, 0.625]]
+    assert [[round(y) for _, y in found[label][0]] for label in ("T=0", "T=1")] == [[0, 1], [0, 1]]
+    assert [[x for x, _ in bar] for bar in found["T=1"][1]] == [[0.375, 0.75], [0.5, 0.875]]
+
+
+def test_the_chart_of_speeds(pictures):
+    slow, fast = report.Speed(0.5, 0.25, 0.75), report.Speed(1.5, 1.25, 2.0)
+    drawn = [line(name="plain", baseline=True), line(name="x", speedup=fast, predicted=1.75, theory=None)]
+    drawn.append(line(name="y", speedup=slow, predicted=0.625, theory=2.5))
+    report.chart(Path("speedup.png"), "title", drawn)
+    (axis,) = pictures["speedup"].axes
+    assert axis.get_title(loc="left") == "title"
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        "x",
+        "y",
+    ]  # plain decoding is the line at 1
+    assert [bar.get_width() for bar in axis.patches] == [1.5, 0.5]
+    assert [bar.get_facecolor()[0] > 0.5 for bar in axis.patches] == [False, True]  # red: slower
+    (bars,) = [container for container in axis.containers if hasattr(container, "has_xerr")]
+    assert np.array(bars[2][0].get_segments())[:, :, 0].tolist() == [[1.25, 2.0], [0.25, 0.75]]
+    assert points(axis, "predicted: tau and t(n)/t(1)") == [(1.75, 0), (0.625, 1)]
+    assert points(axis, "predicted: Theorem 3.8")[1] == (2.5, 1)
+    assert np.isnan(points(axis, "predicted: Theorem 3.8")[0][0])
+    assert axis.get_xlim()[1] > 2.5

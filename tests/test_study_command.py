@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -256,22 +255,15 @@ def test_the_cnndm_study_on_stand_ins(tmp_path):
 )
 def test_smoke(tmp_path, name, files):
     """The whole pipeline of a configuration of the project; on quiet cores in less than three minutes."""
-    path = toy_study(tmp_path)
+    toy_study(tmp_path)  # for its texts
     for short, long in files.items():
         for side in ("en", "de"):
             if short != long:
                 shutil.copy(tmp_path / f"{short}.{side}", tmp_path / f"{long}.{side}")
-    assert path.exists()
-    out = Path(tmp_path / "out")
-    run(
-        tmp_path,
-        "table",
-        "--config",
-        CONFIGS / f"{name}.yaml",
-        "--data",
-        tmp_path,
-        "--output",
-        out,
-        "--smoke",
-    )
-    assert (out / "table.md").exists()
+    out, path = tmp_path / "out", CONFIGS / f"{name}.yaml"
+    run(tmp_path, "table", "--config", path, "--data", tmp_path, "--output", out, "--smoke")
+    rows = json.loads((out / "table.json").read_text())["results"]["rows"]
+    config = study.load(path, smoke=True)
+    expected = config.measure.drafters or (*config.rows(), *config.ngrams)
+    assert {row["drafter"] for row in rows} == set(expected)
+    assert all(f"| {drafter} |" in (out / "table.md").read_text() for drafter in expected)

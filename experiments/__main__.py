@@ -56,14 +56,14 @@ def table(config: Config, data: Data = None, output: Output = None, smoke: Smoke
 @app.command()
 def losses(config: Config, data: Data = None, output: Output = None, smoke: Smoke = False) -> None:
     """Losses compared on one drafter of a study, whose target and text it takes from --output."""
-    import matplotlib  # noqa: F401  (as for a study: before the training)
-
     from experiments import losses as comparison
     from experiments import pipeline, study
     from experiments.stages import Stages
 
     console = _prepare()
     try:
+        import matplotlib  # noqa: F401  (as for a study: before the training)
+
         settings = study.load(config, smoke=smoke)
         if not isinstance(settings, study.Losses):
             raise ValueError(

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -179,6 +180,18 @@ def test_losses_of_a_drafter_that_is_not_trained_are_refused_before_anything_run
     assert "drafter: expected one that" in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["table", "losses"])
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = typer.testing.CliRunner().invoke(
+        command.app,
+        [name, "--config", str(write(tmp_path, content())), "--output", str(tmp_path / "out")],
+    )
+    assert result.exit_code == 1
+    assert "matplotlib" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 # --- stages -----------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from test_verify import LOSSLESS, RULES
 
 from jspec import sampling, trees, verify
 from jspec.types import Draft, Method, Verdict, Verifier
+from jspec.verify import base
+from jspec.verify.token import _at_once, _in_turn
 
 # One shape for all, so that each rule compiles once.
 BATCH, WIDTH, VOCAB = 24, 6, 3
@@ -256,3 +258,33 @@ def test_accepted_paths_are_ancestors():
     for b, n in enumerate(verdict.num_emitted.tolist()):
         path = verdict.path[b, :n].tolist()
         assert mask[b, path[-1]].nonzero()[0].tolist() == path
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["drawn", "chosen", "mixed"])
+def test_the_token_rule_at_once_is_the_token_rule_in_turn(kind, temperature):
+    """Rows of several lengths, laws with zeros, tokens that their law cannot have drawn."""
+    rows, depth, size = 200, 4, 7
+    rng = np.random.default_rng(1)
+    laws = rng.dirichlet(np.full(size, 0.4), (rows, depth)).astype(np.float32)
+    laws[laws < 0.02] = 0
+    tokens = rng.integers(0, size, (rows, depth + 1)).astype(np.int32)
+    law = np.broadcast_to(np.arange(-1, depth, dtype=np.int32), (rows, depth + 1)).copy()
+    if kind == "mixed":
+        law[:, 2] = -1
+    valid = np.arange(depth + 1)[None] <= rng.integers(0, depth + 1, (rows, 1))
+    draft = Draft(
+        jnp.asarray(tokens),
+        trees.chain_parents(rows, depth + 1),
+        jnp.asarray(valid),
+        None if kind == "chosen" else jnp.asarray(laws),
+        None if kind == "chosen" else jnp.asarray(law),
+    )
+    logits = jnp.asarray(rng.normal(size=(rows, depth + 1, size)).astype(np.float32) * 2)
+    sampler = sampling.sampler(sampling.Settings(jnp.full(rows, temperature)))
+    length = base.chain_length(draft, depth, "token")
+    keys = sampling.row_keys(jnp.arange(rows))
+    once, turn = (jax.jit(rule)(sampler, (), logits, draft, length, keys) for rule in (_at_once, _in_turn))
+    assert once[0].max() >= 2
+    np.testing.assert_array_equal(once[0], turn[0])
+    np.testing.assert_allclose(once[1], turn[1], rtol=1e-6)

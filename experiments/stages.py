@@ -54,6 +54,7 @@ class Stages:
             self.console.print(f"{name}: there already", highlight=False)
             yield
             return
+        environment.make_room()
         entry = self.times.setdefault(name, {"seconds": 0.0, "attempts": 0, "done": False})
         here = environment.current()
         if here not in self.environments:

@@ -1,12 +1,13 @@
 """Strict settings for the whole suite: no silent broadcasting of ranks, no silent promotion of dtypes."""
 
-import gc
 import importlib.util
 import os
 from pathlib import Path
 
 import jax
 import pytest
+
+from experiments.environment import make_room
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -31,9 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-MAPS = Path("/proc/self/maps")
-
-
 @pytest.fixture(autouse=True, scope="module")
 def fresh_compilation_caches():
     """Compiled programs of one module are of no use to the next, and thousands of them fill the memory."""
@@ -43,9 +41,6 @@ def fresh_compilation_caches():
 
 @pytest.fixture(autouse=True)
 def room_for_compiled_programs():
-    """A tiny generation leaves some 700 memory mappings behind; Linux grants a process 65,530, and the
-    compiler crashes at the last one."""
+    """Tests compile more, and smaller, programs than anything else."""
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 15_000:
-        jax.clear_caches()
-        gc.collect()
+    make_room(15_000)

@@ -666,3 +666,17 @@ def test_the_chart_of_speeds(pictures):
     assert points(axis, "predicted: Theorem 3.8")[1] == (2.5, 1)
     assert np.isnan(points(axis, "predicted: Theorem 3.8")[0][0])
     assert axis.get_xlim()[1] > 2.5
+
+
+def test_a_stage_begins_with_room_for_its_programs(tmp_path, monkeypatch):
+    """A long run compiles until the kernel grants no more memory mappings, where the compiler crashes."""
+    maps, cleared = tmp_path / "maps", []
+    monkeypatch.setattr(environment, "MAPS", maps)
+    monkeypatch.setattr(environment.jax, "clear_caches", lambda: cleared.append(1))
+    running = stages.Stages(tmp_path, quiet())
+    maps.write_text("a mapping\n" * (environment.MANY + 1))
+    with running.timed("many programs before"):
+        assert cleared == [1]
+    maps.write_text("a mapping\n" * environment.MANY)
+    with running.timed("fewer"):
+        assert cleared == [1]

@@ -88,13 +88,14 @@ def alpha(target: Model, drafter: Laws, examples: Sequence[Example], temperature
         drafter.params,
         batches(target, examples),
         width=target.vocab_size,
+        banned=target.banned,
         temperatures=(temperature,) if temperature else (),
         dtype=drafter.dtype,
     )
     return found[f"alpha_{temperature:g}"] if temperature else found["greedy_agreement"]
 
 
-@functools.partial(jax.jit, static_argnames=("target", "drafter", "width"))
+@functools.partial(jax.jit, static_argnames=("target", "drafter", "width", "banned"))
 def _lenient_sums(
     target_params: PyTree,
     drafter_params: PyTree,
@@ -105,10 +106,11 @@ def _lenient_sums(
     target: LanguageModel,
     drafter: LanguageModel,
     width: int,
+    banned: tuple[int, ...],
 ) -> tuple[Float[Array, " F"], Float[Array, ""]]:
     p = forward.logits(target, target_params, batch)
     q = forward.logits(drafter, drafter_params, batch)
-    p, q = (jax.nn.softmax(logits[..., :width] / temperature, axis=-1) for logits in (p, q))
+    p, q = (jax.nn.softmax(forward.possible(x, width, banned) / temperature, axis=-1) for x in (p, q))
 
     def one(factor: Float[Array, ""]) -> Float[Array, ""]:
         return (jnp.minimum(p / factor, q).sum(-1) * batch.weights).sum()
@@ -131,6 +133,7 @@ def lenient_alphas(
             target=target.lm,
             drafter=drafter.lm,
             width=min(target.vocab_size, drafter.lm.config.vocab_size),
+            banned=target.banned,
         )
         total, positions = total + sums, positions + float(weight)
     return [float(value) / positions for value in total]

@@ -77,6 +77,18 @@ def test_values_by_hand(name, settings, expected):
         assert formula(name, P, Q, **settings) == pytest.approx(expected, abs=1e-8)
 
 
+def test_nothing_is_spread_over_tokens_that_cannot_come_out():
+    """Label smoothing of three tokens, one of them banned, is that of two."""
+
+    def loss(logits):
+        return losses.cross_entropy(None, logits, jnp.array(0), smoothing=0.1)
+
+    few, gradient = jax.value_and_grad(loss)(log([0.25, 0.75]))
+    found = jax.value_and_grad(loss)(log([0.25, 0.75, 0]))
+    assert float(found[0]) == pytest.approx(float(few), abs=1e-6)
+    np.testing.assert_allclose(found[1], [*gradient, 0], atol=1e-6)
+
+
 def test_a_law_that_forbids_a_token():
     """p = (1/2, 1/2, 0), q = (0, 1/4, 3/4): alpha = 1/4, the mixture is (1/4, 3/8, 3/8)."""
     p, q = log(np.array([0.5, 0.5, 0])), log(np.array([0, 0.25, 0.75]))

@@ -409,6 +409,55 @@ def test_padding_is_no_part_of_a_law():
     assert acceptance.validate(*wide[1], batches, width=VOCAB) == pytest.approx(alone, rel=1e-5)
 
 
+BANNED = (2, 5)
+
+
+def test_what_never_comes_out_is_no_part_of_a_law():
+    """A banned token is a token of probability 0: evaluations, losses and gradients."""
+    laws = np.random.default_rng(2).dirichlet(np.ones(VOCAB), (2, VOCAB))
+    (target, p), (drafter, q) = map(table_lm, laws)
+    without = laws.copy()
+    without[..., list(BANNED)] = 0
+    (_, masked_p), (_, masked_q) = map(table_lm, without)
+    banless = [Example(e.source, [token for token in e.target if token not in BANNED]) for e in EXAMPLES]
+    batches = recipe.held_out(banless[:8], BATCHING, training(1), ())
+    options = {"width": VOCAB, "temperatures": (1.0,)}
+    expected = acceptance.simulate(target, masked_p, drafter, masked_q, batches, **options)
+    found = acceptance.simulate(target, p, drafter, q, batches, banned=BANNED, **options)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found["alpha_1"] != pytest.approx(
+        acceptance.simulate(target, p, drafter, q, batches, **options)["alpha_1"], rel=1e-4
+    )
+    assert acceptance.validate(drafter, q, batches, banned=BANNED) == pytest.approx(
+        acceptance.validate(drafter, masked_q, batches), rel=1e-5
+    )
+    for name in ("forward_kl", "lk_hybrid", "cross_entropy"):
+        settings = {"smoothing": 0.1} if name == "cross_entropy" else {}
+        divergence = distill.Divergence(
+            target, drafter, losses.named(name, **settings), 0.0, VOCAB, banned=BANNED
+        )
+        (loss, _), gradient = jax.value_and_grad(divergence, has_aux=True)(
+            q, {"target": p}, batches[0], jax.random.key(0)
+        )
+        (same, _) = dataclasses.replace(divergence, banned=())(
+            masked_q, {"target": masked_p}, batches[0], jax.random.key(0)
+        )
+        assert float(loss) == pytest.approx(float(same), rel=1e-5)
+        assert np.isfinite(gradient).all()
+        assert not np.asarray(gradient)[:, list(BANNED)].any()
+
+
+def test_a_drafter_never_emits_what_its_target_does_not(finetuned):
+    target = dataclasses.replace(finetuned[0], banned=BANNED)
+    loaded = dataclasses.replace(target, banned=(7,))
+    for given, model in (
+        (distill.Drafter(checkpoint="x"), loaded),
+        (distill.Drafter(architecture=SMALL), None),
+        (distill.Drafter(layers=(0,)), None),
+    ):
+        assert distill._start(given, target, 0, model).banned == BANNED
+
+
 @pytest.mark.slow
 def test_on_policy_distillation_resumes_exactly(finetuned, tmp_path, monkeypatch):
     """Interrupted within a phase, after its checkpoint: the text that the drafter wrote is on the disk."""

@@ -111,22 +111,25 @@ class Divergence:
     width: int  # logits beyond the common vocabulary are padding
     reference: LanguageModel | None = None
     keep: float = 1.0
+    banned: tuple[int, ...] = ()  # what the target never emits is no part of the laws either
 
     def __call__(
         self, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
         """See `training.loop.Objective`; ``frozen`` holds the params of target and reference."""
 
+        possible = functools.partial(forward.possible, width=self.width, banned=self.banned)
+
         def teacher(lm: LanguageModel, params: PyTree) -> Float[Array, "B T V"]:
-            return jax.lax.stop_gradient(forward.logits(lm, params, batch)[..., : self.width])
+            return jax.lax.stop_gradient(possible(forward.logits(lm, params, batch)))
 
         if batch.features is None:
             p = teacher(self.target, frozen["target"])
         else:
             dtype = jax.tree.leaves(frozen["target"])[0].dtype
-            p = self.target.head(frozen["target"], batch.features.astype(dtype))[..., : self.width]
+            p = possible(self.target.head(frozen["target"], batch.features.astype(dtype)))
         noise = Dropout(key, self.dropout) if self.dropout else None
-        q = forward.logits(self.drafter, params, batch, dropout=noise)[..., : self.width]
+        q = possible(forward.logits(self.drafter, params, batch, dropout=noise))
         weights = batch.weights
         if self.reference is not None:
             r = teacher(self.reference, frozen["reference"])
@@ -193,6 +196,7 @@ def run(
         encoder=bool(target.decoder_start),
         limits=config.limits,
         chat=config.chat,
+        banned=target.banned,
     )
     writing = Writing(
         config.max_new_tokens, config.generation_batch, output / "text" if cache is None else Path(cache)
@@ -222,6 +226,7 @@ def run(
         min(target.vocab_size, drafter.vocab_size),
         None if reference is None else reference.lm,
         1.0 if config.token_filter is None else config.token_filter.keep,
+        target.banned,
     )
     fit(
         drafter.params,
@@ -239,13 +244,14 @@ def run(
 
 def _start(config: Drafter, target: Model, seed: int, loaded: Model | None) -> Model:
     """The drafter before the first step, ``loaded`` where it is a checkpoint; it begins and ends answers as
-    the target does."""
+    the target does, and never emits what the target does not: it does not learn about that."""
     if loaded is not None:
         return dataclasses.replace(
             loaded,
             tokenizer=loaded.tokenizer or target.tokenizer,
             eos=target.eos,
             decoder_start=target.decoder_start,
+            banned=tuple(token for token in target.banned if token < loaded.vocab_size),
         )
     if config.layers is not None:
         architecture, params = init.subset(
@@ -290,6 +296,7 @@ def _evaluation(
                 params,
                 batches,
                 width=min(target.vocab_size, drafter.vocab_size),
+                banned=target.banned,
                 gamma=config.gamma,
                 dtype=config.training.dtype,
             )

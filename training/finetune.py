@@ -132,6 +132,7 @@ def run(
         encoder=bool(model.decoder_start),
         limits=config.limits,
         chat=config.chat,
+        banned=model.banned,
     )
     shapes = (config.batching, settings, model.decoder_start)
     train = recipe.batches(encode(corpus.train, name="train"), *shapes, mesh=mesh)
@@ -144,7 +145,12 @@ def run(
         settings,
         output,
         evaluate=lambda params: acceptance.validate(
-            model.lm, params, held_out, width=model.vocab_size, dtype=settings.dtype
+            model.lm,
+            params,
+            held_out,
+            width=model.vocab_size,
+            banned=model.banned,
+            dtype=settings.dtype,
         ),
         shardings=recipe.shardings(mesh, model),
         console=console,

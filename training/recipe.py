@@ -79,6 +79,7 @@ def encode(
     limits: data.Limits,
     name: str,
     chat: bool = False,
+    banned: Sequence[int] = (),
 ) -> list[data.Example]:
     """Token ids; see `data.encode`. What was cut or left out is said on standard error."""
     if not texts:
@@ -87,7 +88,8 @@ def encode(
         return list(texts)  # type: ignore[arg-type]
     if tokenizer is None:
         raise ValueError(f"{name}: expected examples (token ids), because there is no tokenizer, got text")
-    examples, counts = data.encode(texts, tokenizer, encoder=encoder, limits=limits, chat=chat)  # type: ignore[arg-type]
+    settings = {"encoder": encoder, "limits": limits, "chat": chat, "banned": banned}
+    examples, counts = data.encode(texts, tokenizer, **settings)  # type: ignore[arg-type]
     if counts.examples != len(texts) or counts.truncated_sources or counts.truncated_targets:
         _say(f"{name}: {counts}")
     return examples
@@ -153,6 +155,7 @@ def describe(folder: Path, model: Model) -> None:
             decoder_start=model.decoder_start,
             vocab_size=model.vocab_size,
             tokenizer=model.tokenizer,
+            banned=model.banned,
         )
         for path in sorted(fresh.iterdir(), key=lambda path: path.name == orbax.MODEL):
             os.replace(path, folder / path.name)

@@ -1,5 +1,6 @@
 """Fine-tuning and distillation, end to end on a toy: an answer counts on from its source's first token."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -569,6 +570,43 @@ def test_a_drafter_from_a_checkpoint_ends_answers_as_the_target_does(finetuned, 
     decoder = jspec.Model(*table_lm(np.full((VOCAB, VOCAB), 1 / VOCAB)), eos=(END,))
     with pytest.raises(ValueError, match=r"drafter\.checkpoint: .*kind, decoder, got encoder-decoder"):
         distill.run(settings_of(drafter=given), CORPUS, distilled[1] / "x", target=decoder)
+
+
+def test_what_is_made_on_the_host_is_looked_at_there(finetuned, tmp_path, monkeypatch):
+    """A checkpoint may be larger than any device of the mesh that will hold it."""
+    inside, looked = [], []
+
+    class Enough(Exception):
+        pass
+
+    @contextlib.contextmanager
+    def on_host(mesh):
+        inside.append(mesh)
+        yield
+        inside.pop()
+
+    def fingerprint(config, params):
+        looked.append(inside[-1:])
+        return "x"
+
+    def stop(*arguments):
+        raise Enough
+
+    monkeypatch.setattr(recipe.parallel, "on_host", on_host)
+    monkeypatch.setattr(recipe, "model_fingerprint", fingerprint)
+    monkeypatch.setattr(recipe, "open_folder", stop)
+    path = str(finetuned[2])
+    chosen = distill.Filter(reference=path)
+    for run, settings in (
+        (finetune.run, finetune.Finetune(checkpoint=path, training=training(1))),
+        (
+            distill.run,
+            settings_of(target=path, drafter=distill.Drafter(checkpoint=path), token_filter=chosen),
+        ),
+    ):
+        with pytest.raises(Enough):
+            run(settings, CORPUS, tmp_path / "run", mesh="a mesh")
+    assert looked == [["a mesh"]] * 4
 
 
 def test_precision_is_part_of_a_fingerprint():

@@ -172,14 +172,18 @@ def run(
             drafter = load(config.drafter.checkpoint)
         if config.token_filter is not None:
             reference = load(config.token_filter.reference)
+        given = (("target", target), ("drafter", drafter), ("reference", reference))
+        fingerprints = {
+            name: recipe.model_fingerprint(model.lm.config, model.params)
+            for name, model in given
+            if model is not None
+        }
     inputs = {
         "recipe": "distill",
         "train": recipe.text_fingerprint(corpus.train),
         "validation": recipe.text_fingerprint(corpus.validation),
+        **fingerprints,
     }
-    for name, model in (("target", target), ("drafter", drafter), ("reference", reference)):
-        if model is not None:
-            inputs[name] = recipe.model_fingerprint(model.lm.config, model.params)
     for name, model in (("drafter.checkpoint", drafter), ("token_filter.reference", reference)):
         if model is not None:
             recipe.check_kind(name, target, model)

@@ -118,7 +118,7 @@ def run(
     if config.checkpoint is not None:
         with parallel.on_host(mesh):
             model = load(config.checkpoint)
-        inputs["checkpoint"] = recipe.model_fingerprint(model.lm.config, model.params)
+            inputs["checkpoint"] = recipe.model_fingerprint(model.lm.config, model.params)
     if recipe.open_folder(output, config, inputs):
         return load(output, mesh=mesh)
     if model is None:

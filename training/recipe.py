@@ -264,19 +264,20 @@ def text_fingerprint(examples: Sequence[Any]) -> str:
 
 
 @jax.jit
-def _checksums(leaves: list[Array]) -> list[Array]:
-    def checksum(x: Array) -> Array:
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
-        order = jax.lax.iota(jnp.uint32, bits.shape[0]) * jnp.uint32(2) + jnp.uint32(1)
-        return (bits * order).sum(dtype=jnp.uint32)  # modulo 2**32: the same in whatever order it is summed
-
-    return [checksum(x) for x in leaves]
+def _checksum(x: Array) -> Array:
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
+    order = jax.lax.iota(jnp.uint32, bits.shape[0]) * jnp.uint32(2) + jnp.uint32(1)
+    return (bits * order).sum(dtype=jnp.uint32)  # modulo 2**32: the same in whatever order it is summed
 
 
 def model_fingerprint(config: Any, params: PyTree) -> str:
-    """Of a model: equal for equal architecture, weights and precision, wherever these lie."""
+    """Of a model: equal for equal architecture, weights and precision, wherever these lie.
+
+    It is computed leaf by leaf, where the leaves are; those that are bound to no device go to the default
+    one, so for what was made under `parallel.on_host` this belongs there, too.
+    """
     leaves = jax.tree.leaves(params)
-    content = [repr(config), [int(x) for x in jax.device_get(_checksums(leaves))]]
+    content = [repr(config), [int(_checksum(x)) for x in leaves]]
     floats = [str(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     if set(floats) - {"float32"}:  # weights that are rounded already compute otherwise in another precision
         content.append(floats)

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jax.sharding import AbstractMesh
 
 from jspec.io import orbax
 from jspec.models.layers import Dropout
 from jspec.testing import tiny_decoder
 from training import config, forward, loop, losses, metrics, recipe
 from training.checkpoint import Checkpoints
-from training.config import Optimizer, Training
+from training.config import Batching, Optimizer, Training
 from training.data import Batches, Example
 
 STEPS = 40
@@ -294,6 +295,29 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
             recipe.open_folder(tmp_path / "run", SETTINGS, {"data": "a"})
         path = tmp_path / "run" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_a_mesh_that_would_change_the_batches_is_refused(tmp_path):
+    """With max_tokens rows are multiples of what the mesh divides; a batch_size is what it is."""
+    meshes = {data: AbstractMesh((data, 2), ("data", "model")) for data in (2, 4)}
+    tokens, rows = Batching(max_tokens=80, buckets=1), Batching(batch_size=8)
+    assert recipe.shape_inputs(rows, SETTINGS, meshes[2]) == {}
+    inputs = {data: recipe.shape_inputs(tokens, SETTINGS, mesh) for data, mesh in meshes.items()}
+    shapes = [
+        recipe.batches(EXAMPLES, tokens, SETTINGS, (), mesh=mesh)[0].tokens.shape[0]
+        for mesh in meshes.values()
+    ]
+    assert shapes == [10, 8]
+    folder = tmp_path / "run"
+    recipe.open_folder(folder, SETTINGS, inputs[4])
+    recipe.open_folder(folder, SETTINGS, inputs[2])  # nothing was to be lost
+    (folder / "checkpoints" / "4").mkdir(parents=True)
+    (folder / "checkpoints" / "4" / "commit_success.txt").write_text("")
+    assert not recipe.open_folder(folder, SETTINGS, inputs[2])
+    with pytest.raises(ValueError, match=r"mesh: .* multiples of 2, expected .*, got multiples of 4 "):
+        recipe.open_folder(folder, SETTINGS, inputs[4])
+    (folder / "DONE").write_text("{}")
+    assert recipe.open_folder(folder, SETTINGS, inputs[4])
 
 
 def test_files_that_no_run_made_are_left_alone(tmp_path):

@@ -426,13 +426,10 @@ def test_what_never_comes_out_is_no_part_of_a_law():
     expected = acceptance.simulate(target, masked_p, drafter, masked_q, batches, **options)
     found = acceptance.simulate(target, p, drafter, q, batches, banned=BANNED, **options)
     assert found == pytest.approx(expected, rel=1e-5)
-    assert found["alpha_1"] != pytest.approx(
-        acceptance.simulate(target, p, drafter, q, batches, **options)["alpha_1"], rel=1e-4
-    )
     assert acceptance.validate(drafter, q, batches, banned=BANNED) == pytest.approx(
         acceptance.validate(drafter, masked_q, batches), rel=1e-5
     )
-    for name in ("forward_kl", "lk_hybrid", "cross_entropy"):
+    for name in ("forward_kl", "cross_entropy"):
         settings = {"smoothing": 0.1} if name == "cross_entropy" else {}
         divergence = distill.Divergence(
             target, drafter, losses.named(name, **settings), 0.0, VOCAB, banned=BANNED

@@ -154,7 +154,8 @@ def run(
       output: the run's folder; ``jspec.load(output)`` reads it later.
       target: None: the one that ``config`` names. Its forward computes in the dtype of its params.
       cache: a folder for what the target writes, which several runs may share; None: within ``output``.
-      mesh: see `jspec.parallel`. It is no part of the run: another one may take over.
+      mesh: see `jspec.parallel`. It is no part of the run: another one may take over, with ``max_tokens`` one
+        whose `data` is as large.
 
     Raises:
       ValueError: a wrong configuration, corpus or folder, or another vocabulary than the target's.
@@ -183,6 +184,7 @@ def run(
         "train": recipe.text_fingerprint(corpus.train),
         "validation": recipe.text_fingerprint(corpus.validation),
         **fingerprints,
+        **recipe.shape_inputs(config.batching, settings, mesh),
     }
     for name, model in (("drafter.checkpoint", drafter), ("token_filter.reference", reference)):
         if model is not None:

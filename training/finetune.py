@@ -101,7 +101,8 @@ def run(
       corpus: texts; token ids for a model without tokenizer.
       output: the run's folder; ``jspec.load(output)`` reads it later.
       tokenizer: of a model from scratch, in place of one that is trained.
-      mesh: see `jspec.parallel`. It is no part of the run: another one may take over.
+      mesh: see `jspec.parallel`. It is no part of the run: another one may take over, with ``max_tokens`` one
+        whose `data` is as large.
 
     Raises:
       ValueError: a wrong configuration, corpus or folder.
@@ -113,6 +114,7 @@ def run(
         "train": recipe.text_fingerprint(corpus.train),
         "validation": recipe.text_fingerprint(corpus.validation),
         "tokenizer": tokenizer and recipe.text_fingerprint(tokenizer.vocabulary.tokens),
+        **recipe.shape_inputs(config.batching, config.training, mesh),
     }
     model = None
     if config.checkpoint is not None:

@@ -29,6 +29,7 @@ from training import data, hosts, readers
 from training.config import Batching, Strict, Training, differences
 
 CONFIG, INPUTS = "config.yaml", "inputs.json"
+ROWS = "rows_multiple"  # among the inputs: see `shape_inputs`
 # What a run without checkpoint leaves beside those two. The description goes first: while it is there, the
 # tokenizer is (`describe`).
 MADE = (orbax.MODEL, "tokenizer*.json", "chat_template.jinja", "metrics.jsonl", "text/drafter_*")
@@ -112,10 +113,20 @@ def batches(
         max_tokens=batching.max_tokens,
         buckets=batching.buckets,
         multiple=batching.multiple,
-        rows_multiple=training.accumulate * (1 if mesh is None else mesh.shape[parallel.DATA]),
+        rows_multiple=_rows_multiple(training, mesh),
         seed=training.seed,
         shuffle=shuffle,
     )
+
+
+def _rows_multiple(training: Training, mesh: Mesh | None) -> int:
+    return training.accumulate * (1 if mesh is None else mesh.shape[parallel.DATA])
+
+
+def shape_inputs(batching: Batching, training: Training, mesh: Mesh | None) -> dict[str, int]:
+    """What the rows of batches depend on beside the configuration, as inputs of the run: with ``max_tokens``
+    they are rounded down to what the mesh divides. A ``batch_size`` is the same on every mesh, or refused."""
+    return {} if batching.max_tokens is None else {ROWS: _rows_multiple(training, mesh)}
 
 
 def held_out(
@@ -195,7 +206,8 @@ def open_folder(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, A
 
     Raises:
       ValueError: the folder was made with another configuration or other inputs, which the message names, or
-        it holds something else.
+        with a mesh that gives its batches other rows, or it holds something else. A finished run has no more
+        batches, and may be read on any mesh.
       OSError: the folder cannot be written.
     """
     inputs = json.loads(json.dumps(inputs))
@@ -213,7 +225,16 @@ def _opened(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, Any])
     finished = (folder / orbax.DONE).is_file()
     folder.mkdir(parents=True, exist_ok=True)
     changed = _changes(folder, config, inputs)
+    if finished and changed is not None:
+        changed = [key for key in changed if key != ROWS]
     if changed and (finished or orbax.complete_steps(folder / orbax.CHECKPOINTS)):
+        if changed == [ROWS]:
+            begun = json.loads((folder / INPUTS).read_text(encoding="utf-8"))[ROWS]
+            raise ValueError(
+                f"mesh: {folder} was begun with batches whose rows are multiples of {begun}, expected a mesh "
+                f"with the same, got multiples of {inputs[ROWS]} (the mesh's data axis times accumulate): "
+                "with max_tokens its batches would be others"
+            )
         raise ValueError(
             f"output: {folder} was made with another configuration, which differs in "
             f"{', '.join(changed)}; expected the same one, or a new folder"

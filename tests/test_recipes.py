@@ -523,6 +523,31 @@ def test_two_texts_of_the_drafter_do_not_mix(tmp_path, monkeypatch):
     assert len(list((tmp_path / "text").iterdir())) == 2
 
 
+def test_given_buckets_hold_whatever_the_drafter_writes(tmp_path):
+    """Refused at once, not when it first writes an answer that is too long."""
+    target = jspec.Model(*table_lm(np.full((VOCAB, VOCAB), 1 / VOCAB)), eos=(END,))
+    own = text.Source(text="drafter", examples=16, every=8)
+
+    def texts(sources, width):
+        return text.Texts(
+            sources,
+            EXAMPLES,
+            target,
+            target,
+            tmp_path / "text",
+            writing=text.Writing(30, 16, tmp_path),
+            batching=Batching(batch_size=16, buckets=((0, width),)),
+            training=training(40),
+        )
+
+    # Three tokens of a source, 30 of an answer; the last of them is a label only.
+    texts([own], 32)
+    message = r"buckets: expected the last one to hold .* 30 tokens .*, \(0, 32\), got \(0, 31\)"
+    with pytest.raises(ValueError, match=message):
+        texts([own], 31)
+    texts([text.Source(text="references")], 31)
+
+
 def test_adaspec_learns_where_the_drafter_is_furthest_behind_its_reference():
     """Three Markov chains; a token of the text is a row of the drafter's params, and its gradient's."""
     laws = np.random.default_rng(0).dirichlet(np.ones(VOCAB), (3, VOCAB))

@@ -631,6 +631,26 @@ def test_what_is_made_on_the_host_is_looked_at_there(finetuned, tmp_path, monkey
     assert looked == [["a mesh"]] * 4
 
 
+def test_a_fingerprint_outlives_new_settings_of_an_architecture():
+    """A field with a default changes nothing until a model uses it."""
+    params = {"a": jax.numpy.arange(6.0)}
+    old = dataclasses.make_dataclass("Config", [("width", int), ("tied", bool, False)])
+    new = dataclasses.make_dataclass(
+        "Config", [("width", int), ("sinks", bool, False), ("tied", bool, False)], kw_only=True
+    )
+    fingerprint = recipe.model_fingerprint
+    assert fingerprint(new(width=3, tied=True), params) == fingerprint(old(3, True), params)
+    others = [new(width=3, tied=True, sinks=True), new(width=4, tied=True), new(width=3)]
+    assert len({fingerprint(config, params) for config in [new(width=3, tied=True), *others]}) == 4
+    # Of real ones, as long as there are runs whose inputs.json holds such numbers.
+    decoder = tiny_decoder(windows=(None, 8))[0].config
+    seq2seq = tiny_seq2seq(tied=True, embedding_scale=5.5)[0].config
+    assert [fingerprint(config, params) for config in (decoder, seq2seq)] == [
+        "3a9a885898898c34",
+        "afac42a70db21f7e",
+    ]
+
+
 def test_precision_is_part_of_a_fingerprint():
     exact = {"a": jax.numpy.arange(6.0), "b": jax.numpy.ones((2, 2), int)}
     rounded = exact | {"a": exact["a"].astype("bfloat16")}

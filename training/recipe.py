@@ -291,6 +291,27 @@ def _checksum(x: Array) -> Array:
     return (bits * order).sum(dtype=jnp.uint32)  # modulo 2**32: the same in whatever order it is summed
 
 
+def _told(value: Any) -> Any:
+    """A configuration as JSON values, without what is as its defaults have it: a field that a later version
+    adds says nothing of a model that does not use it.
+
+    >>> from jspec.models.rotary import Rotary
+    >>> _told((Rotary((1.0,)), Rotary((1.0,), scale=2.0)))
+    [['Rotary', {'frequencies': [1.0]}], ['Rotary', {'frequencies': [1.0], 'scale': 2.0}]]
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {
+            field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)
+        }
+        return [
+            type(value).__name__,
+            {name: _told(x) for name, (x, default) in given.items() if x != default},
+        ]
+    if type(value) in (tuple, list):
+        return [_told(x) for x in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
 def model_fingerprint(config: Any, params: PyTree) -> str:
     """Of a model: equal for equal architecture, weights and precision, wherever these lie.
 
@@ -298,7 +319,8 @@ def model_fingerprint(config: Any, params: PyTree) -> str:
     one, so for what was made under `parallel.on_host` this belongs there, too.
     """
     leaves = jax.tree.leaves(params)
-    content = [repr(config), [int(_checksum(x)) for x in leaves]]
+    told = json.dumps(_told(config), sort_keys=True) if dataclasses.is_dataclass(config) else repr(config)
+    content = [told, [int(_checksum(x)) for x in leaves]]
     floats = [str(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     if set(floats) - {"float32"}:  # weights that are rounded already compute otherwise in another precision
         content.append(floats)

@@ -191,6 +191,26 @@ def arguments(folder, name):
     return "--config", folder / f"{name}.yaml", "--data", folder, "--output", folder / name
 
 
+def test_the_examples_among_the_project_s_configurations():
+    """Two recipes of the study that they name, one after the other."""
+    folder = Path(__file__).parent.parent / "configs"
+    target = config.load(folder / "finetune_en_de.yaml", finetune.Finetune)
+    drafter = config.load(folder / "distill_en_de.yaml", distill.Distill)
+    assert drafter.target == "runs/finetune_en_de"  # where the first one trains
+    study = config.read(folder / "t5_en_de_cpu.yaml")
+    for name in ("tokenizer", "architecture", "batching", "training"):
+        given = config.read(folder / "finetune_en_de.yaml")[name]
+        assert given == study["target"]["finetune"][name], name
+    for mine, theirs in (
+        (drafter.drafter.architecture, study["drafters"]["small"]["start"]["architecture"]),
+        (drafter.training, Training.model_validate(study["drafters"]["small"]["training"])),
+        (drafter.loss, study["recipes"]["distilled"]["loss"]),
+        (drafter.features, study["recipes"]["distilled"]["features"]),
+    ):
+        assert mine == theirs
+    assert target.data == drafter.data
+
+
 def test_text_gets_a_tokenizer_of_its_own(spoken):
     folder, out = spoken
     assert "step 4: " in out

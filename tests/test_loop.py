@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 from jspec.io import orbax
 from jspec.models.layers import Dropout
 from jspec.testing import tiny_decoder
-from training import config, forward, loop, losses, metrics, recipe
+from training import config, distill, forward, loop, losses, metrics, recipe
 from training.checkpoint import Checkpoints
 from training.config import Batching, Optimizer, Training
 from training.data import Batches, Example
@@ -318,6 +318,25 @@ def test_a_mesh_that_would_change_the_batches_is_refused(tmp_path):
         recipe.open_folder(folder, SETTINGS, inputs[4])
     (folder / "DONE").write_text("{}")
     assert recipe.open_folder(folder, SETTINGS, inputs[4])
+
+
+def test_a_model_may_move(tmp_path):
+    """It is known by its content; a place without one, as earlier versions left it, is all there is."""
+    settings = {"drafter": {"checkpoint": "a"}, "target": "b", "training": {"steps": 1}}
+    settings["token_filter"] = {"reference": "c"}
+    first = distill.Distill.model_validate(settings)
+    moved = distill.Distill.model_validate(
+        settings | {"drafter": {"checkpoint": "A"}, "target": None, "token_filter": {"reference": "C"}}
+    )
+    inputs = {"target": "1", "drafter": "2", "reference": "3"}
+    recipe.open_folder(tmp_path / "run", first, inputs)
+    (tmp_path / "run" / "DONE").write_text("{}")
+    assert recipe.open_folder(tmp_path / "run", moved, inputs)
+    with pytest.raises(ValueError, match="differs in drafter;"):
+        recipe.open_folder(tmp_path / "run", moved, inputs | {"drafter": "4"})
+    (tmp_path / "run" / "inputs.json").write_text(json.dumps({"target": "1"}))
+    with pytest.raises(ValueError, match=r"differs in drafter\.checkpoint, token_filter\.reference;"):
+        recipe.open_folder(tmp_path / "run", moved, inputs)
 
 
 def test_files_that_no_run_made_are_left_alone(tmp_path):

@@ -33,6 +33,14 @@ ROWS = "rows_multiple"  # among the inputs: see `shape_inputs`
 # What a run without checkpoint leaves beside those two. The description goes first: while it is there, the
 # tokenizer is (`describe`).
 MADE = (orbax.MODEL, "tokenizer*.json", "chat_template.jinja", "metrics.jsonl", "text/drafter_*")
+# What configurations name by its place, and the inputs that tell what is there: models may move.
+PLACES = {
+    "target": ("target", "vocabulary"),
+    "checkpoint": ("checkpoint",),
+    "drafter": ("drafter",),
+    "drafter.checkpoint": ("drafter",),
+    "token_filter.reference": ("reference",),
+}
 Texts = Sequence[data.Record] | Sequence[data.Example]
 
 
@@ -198,7 +206,7 @@ def open_folder(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, A
 
     A run of another configuration that has come to no checkpoint yet has nothing to lose: it is replaced.
     Keys that the stored configuration lacks count as their defaults, and inputs that it lacks as equal, so
-    that a version with more of them reads what an earlier one made.
+    that a version with more of them reads what an earlier one made. Where a model lies is no difference.
 
     Args:
       config: kept as ``config.yaml``; the same file starts the run again.
@@ -269,7 +277,9 @@ def _changes(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, Any]
         old = type(config).model_validate(old).model_dump(mode="json")
     before = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
     known = {name: value for name, value in inputs.items() if name in before}
-    return differences(old, config.model_dump(mode="json")) + differences(before, known)
+    moved = {key for key, told in PLACES.items() if not before.keys().isdisjoint(told)}
+    changed = [key for key in differences(old, config.model_dump(mode="json")) if key not in moved]
+    return changed + differences(before, known)
 
 
 def text_fingerprint(examples: Sequence[Any]) -> str:

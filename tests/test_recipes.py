@@ -705,8 +705,8 @@ def test_a_drafter_of_the_target_s_layers():
         init.subset(windowed[0].config, windowed[1], [1], [0])
 
 
-def test_a_random_model_starts_on_the_right_scales():
-    """Hidden states of a few units and logits near those of a uniform law, whatever the width."""
+def test_a_random_model_s_embedding_and_scores_have_variance_1():
+    """Whatever the embedding shares with the head and scores are multiplied by."""
     lm, _ = tiny_seq2seq(width=64, vocab_size=200, num_heads=4)
     for changes in ({}, {"tied": True, "logit_scale": 64**-0.5}, {"attention_scale": 0.25}):
         config = dataclasses.replace(lm.config, **changes)

@@ -240,11 +240,6 @@ def check_together(name: str, tree: PyTree, params: PyTree) -> None:
         )
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows along `data`: for leaves that lead with a batch that `data` divides."""
-    return NamedSharding(mesh, PartitionSpec(DATA))
-
-
 def state_shardings(mesh: AnyMesh, state: PyTree) -> PyTree:
     """Where every leaf of a generation goes (an engine's `State`, a prompt, a batch): all lead with B rows.
 

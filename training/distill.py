@@ -133,7 +133,7 @@ class Divergence:
         weights = batch.weights
         if self.reference is not None:
             r = teacher(self.reference, frozen["reference"])
-            weights = losses.token_filter(p, q, r, batch.labels, weights, keep=self.keep)
+            weights = losses.token_filter(p, q, r, weights, keep=self.keep)
         return losses.sequence_mean(self.loss(p, q, batch.labels), weights), {}
 
 

@@ -379,25 +379,23 @@ def token_filter(
     target_logits: Float[Array, "B T V"],
     drafter_logits: Float[Array, "B T V"],
     reference_logits: Float[Array, "B T V"],
-    labels: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     keep: float = 0.4,
-    loss: Loss = forward_kl,
 ) -> Float[Array, "B T"]:
     """AdaSPEC's selection: ``weights``, set to 0 but for the share ``keep`` of the batch's tokens where the
     drafter is furthest behind the reference, a copy of the drafter that was distilled before it.
 
     Of the n tokens with weight, round(keep * n) are kept, at least one: those with the largest
-    loss(drafter) - loss(reference), the earlier one of two equal ones. No gradient passes.
+    KL(p || drafter) - KL(p || reference), the earlier one of two equal ones. No gradient passes.
 
     Raises:
       ValueError: ``keep`` outside ]0, 1].
 
-    Reference: Hu et al. 2025, AdaSPEC, arXiv 2510.19779 (there ``loss`` is KL(p || q)).
+    Reference: Hu et al. 2025, AdaSPEC, arXiv 2510.19779.
     """
     if not 0 < keep <= 1:
         raise ValueError(f"keep: expected a number in ]0, 1], got {keep}")
-    behind = loss(target_logits, drafter_logits, labels) - loss(target_logits, reference_logits, labels)
+    behind = forward_kl(target_logits, drafter_logits) - forward_kl(target_logits, reference_logits)
     mine = (weights > 0).reshape(-1)
     behind = jnp.where(mine & ~jnp.isnan(behind.reshape(-1)), behind.reshape(-1), -jnp.inf)
     # By weight first, so that a token without weight never stands before one with it.

@@ -1,6 +1,7 @@
 """The training loop: exact resume, bad ends, precision, accumulation, schedules."""
 
 import json
+import os
 import random
 import resource
 import shutil
@@ -24,6 +25,7 @@ from training import config, distill, forward, loop, losses, metrics, recipe
 from training.checkpoint import Checkpoints
 from training.config import Batching, Optimizer, Training
 from training.data import Batches, Example
+from training.lock import alone, held
 
 STEPS = 40
 
@@ -202,6 +204,50 @@ def test_the_best_of_an_interrupted_run(tmp_path):
     found = train(tmp_path / "run", settings, evaluate=judge(iter([2.0, 4.0])))
     assert_equal(found, best["params"])
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 20
+
+
+# What `held` does, in a process that need not import JAX.
+LOCKED = textwrap.dedent(
+    """
+    import fcntl, os, sys, time
+
+    file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.write(file, str(os.getpid()).encode())
+    print("held", flush=True)
+    time.sleep(600)
+    """
+)
+
+
+def test_two_processes_do_not_work_on_one_folder(tmp_path):
+    """The second is told who the first is; who is killed holds nothing; a finished run is for everyone."""
+    folder, lock = tmp_path / "run", tmp_path / ".run.lock"
+    command = [sys.executable, "-c", LOCKED, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            message = rf"output: process {other.pid} works on {folder};"
+            with pytest.raises(ValueError, match=message), held(folder):
+                pass
+            folder.mkdir()
+            (folder / "DONE").write_text("{}")
+            with held(folder):
+                pass
+            (folder / "DONE").unlink()
+        finally:
+            other.kill()
+    assert lock.exists()
+    with held(folder):
+        assert lock.read_text() == f"{os.getpid()}\n"
+        with pytest.raises(ValueError, match=f"process {os.getpid()} works on "), held(folder):
+            pass
+        run = alone(lambda config, corpus, output: "done")
+        with pytest.raises(ValueError, match="works on "):
+            run(None, None, folder)
+    assert not lock.exists()
+    assert run(None, None, output=folder) == "done"
 
 
 # --- bad ends ---------------------------------------------------------------------------------------

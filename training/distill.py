@@ -23,6 +23,7 @@ from training import acceptance, forward, init, losses, recipe
 from training.config import Batching, Count, Strict, Training
 from training.data import Example, Limits
 from training.features import Precision
+from training.lock import alone
 from training.loop import fit
 from training.text import Source, Texts, Writing, answered
 
@@ -137,6 +138,7 @@ class Divergence:
         return losses.sequence_mean(self.loss(p, q, batch.labels), weights), {}
 
 
+@alone
 def run(
     config: Distill,
     corpus: recipe.Corpus,

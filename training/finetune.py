@@ -23,6 +23,7 @@ from jspec.types import LanguageModel, PyTree
 from training import acceptance, forward, hosts, init, losses, recipe
 from training.config import Batching, Count, Strict, Training
 from training.data import Limits, Record
+from training.lock import alone
 from training.loop import fit
 from training.tokenizer import FILE as TOKENIZER
 from training.tokenizer import TokenizerConfig
@@ -86,6 +87,7 @@ class CrossEntropy:
         return losses.sequence_mean(loss, batch.weights), {}
 
 
+@alone
 def run(
     config: Finetune,
     corpus: recipe.Corpus,

@@ -34,6 +34,7 @@ from jspec.types import Info, LanguageModel, PyTree
 from training import acceptance, forward, losses, recipe
 from training.config import Batching, Count, Strict, Training
 from training.data import Limits
+from training.lock import alone
 from training.loop import fit
 
 
@@ -230,6 +231,7 @@ class Distillation:
         return losses.sequence_mean(self.loss(p, q, batch.labels), weights), numbers
 
 
+@alone
 def run(
     config: Online,
     corpus: recipe.Corpus,

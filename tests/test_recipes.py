@@ -14,7 +14,7 @@ import pytest
 
 import jspec
 from jspec.io.tokenizer import from_folder
-from jspec.testing import table_lm, tiny_decoder, tiny_seq2seq
+from jspec.testing import table_lm, tiny_checkpoint, tiny_decoder, tiny_seq2seq
 from training import __main__ as command
 from training import (
     acceptance,
@@ -614,7 +614,7 @@ def test_a_drafter_from_a_checkpoint_ends_answers_as_the_target_does(finetuned, 
         distill.run(settings_of(drafter=given), CORPUS, distilled[1] / "x", target=decoder)
 
 
-def test_what_is_made_on_the_host_is_looked_at_there(finetuned, tmp_path, monkeypatch):
+def test_what_is_made_on_the_host_is_looked_at_there(tmp_path, monkeypatch):
     """A checkpoint may be larger than any device of the mesh that will hold it."""
     inside, looked = [], []
 
@@ -637,7 +637,7 @@ def test_what_is_made_on_the_host_is_looked_at_there(finetuned, tmp_path, monkey
     monkeypatch.setattr(recipe.parallel, "on_host", on_host)
     monkeypatch.setattr(recipe, "model_fingerprint", fingerprint)
     monkeypatch.setattr(recipe, "open_folder", stop)
-    path = str(finetuned[2])
+    path = str(tiny_checkpoint(tmp_path / "checkpoint", "llama"))
     chosen = distill.Filter(reference=path)
     for run, settings in (
         (finetune.run, finetune.Finetune(checkpoint=path, training=training(1))),

@@ -15,7 +15,7 @@ from training import hosts
 try:
     import fcntl
 except ImportError:  # no Unix: no locks
-    fcntl = None
+    fcntl = None  # pyright: ignore[reportAssignmentType]
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

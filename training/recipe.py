@@ -317,7 +317,7 @@ def _told(value: Any) -> Any:
             type(value).__name__,
             {name: _told(x) for name, (x, default) in given.items() if x != default},
         ]
-    if type(value) in (tuple, list):
+    if isinstance(value, tuple | list):
         return [_told(x) for x in value]
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 

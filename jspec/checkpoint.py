@@ -107,6 +107,7 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32", *, mesh: Mesh |
             name=path.name,
             decoder_start=run.decoder_start,
             vocab_size=run.vocab_size,
+            banned=run.banned,
         )
     decoder_start: tuple[int, ...] = ()
     banned: tuple[int, ...] = ()

@@ -240,11 +240,6 @@ def check_together(name: str, tree: PyTree, params: PyTree) -> None:
         )
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows along `data`: for leaves that lead with a batch that `data` divides."""
-    return NamedSharding(mesh, PartitionSpec(DATA))
-
-
 def state_shardings(mesh: AnyMesh, state: PyTree) -> PyTree:
     """Where every leaf of a generation goes (an engine's `State`, a prompt, a batch): all lead with B rows.
 
@@ -301,18 +296,23 @@ def constrain(mesh: Mesh | None, state: PyTree) -> PyTree:
     return jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
 
 
+def whole(shardings: PyTree) -> PyTree:
+    """Those of `FULLY_SHARDED` params without the cuts along `data`: where forwards want them."""
+
+    def uncut(sharding: NamedSharding) -> NamedSharding:
+        spec = PartitionSpec(*(None if axis == DATA else axis for axis in sharding.spec))
+        return NamedSharding(sharding.mesh, spec)
+
+    return jax.tree.map(uncut, shardings)
+
+
 def gathered(params: PyTree, shardings: PyTree) -> PyTree:
     """Inside a trace: params that `FULLY_SHARDED` cut along `data`, whole along it again.
 
     What a training step does with its params first, once they are in the dtype of the forward. Left alone,
     the partitioner sees a product of rows cut along `data` with a weight cut along it, and cuts activations.
     """
-
-    def whole(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-        spec = PartitionSpec(*(None if axis == DATA else axis for axis in sharding.spec))
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(sharding.mesh, spec))
-
-    return jax.tree.map(whole, params, shardings)
+    return jax.tree.map(jax.lax.with_sharding_constraint, params, whole(shardings))
 
 
 def abstract(tree: PyTree, shardings: PyTree) -> PyTree:

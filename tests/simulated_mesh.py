@@ -5,6 +5,7 @@ A process that runs tests has one device, hence a script. Each section prints on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -12,6 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,8 @@ from experiments import dryrun
 from jspec import drafters, engine, models, parallel, sampling, testing, verify
 from jspec.io import orbax
 from jspec.types import Drafter, Prompt, PyTree, Verifier
+from training import acceptance, distill, finetune, hosts, loop, recipe, text
 from training import config as configs
-from training import finetune, hosts, loop, recipe
 from training.config import Batching, Optimizer, Training
 from training.data import Example
 
@@ -178,11 +180,36 @@ SETTINGS = finetune.Finetune(
 )
 
 
-def train(folder: Path, mesh: Mesh | None) -> tuple[jspec.Model, list[float]]:
-    examples = [Example(source, [*source[-2::-1], 1]) for source in SOURCES * 4]
-    model = finetune.run(SETTINGS, recipe.Corpus(examples, examples[:8]), folder, mesh=mesh)
+EXAMPLES = [Example(source, [*source[-2::-1], 1]) for source in SOURCES * 4]
+CORPUS = recipe.Corpus(EXAMPLES, EXAMPLES[:8])
+EVALUATED: list[str] = []  # leaves that an evaluation got elsewhere than decoding has them
+
+
+def watch(name: str, mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Within it, `acceptance.validate` or `acceptance.simulate` look at where their params lie."""
+    original = getattr(acceptance, name)
+
+    def look(*arguments: Any, **settings: Any) -> dict[str, float]:
+        models_and_params = arguments[:-1]
+        for lm, params in zip(models_and_params[::2], models_and_params[1::2], strict=True):
+            if mesh is not None:
+                wanted = parallel.param_shardings(mesh, params, lm.config)
+                EVALUATED.extend(moved(params, places(params), wanted))
+        return original(*arguments, **settings)
+
+    return mock.patch.object(acceptance, name, look)
+
+
+def numbers(folder: Path, name: str) -> list[float]:
+    """A column of a run's metrics."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return model, [row["loss"] for row in rows if "loss" in row]
+    return [row[name] for row in rows if name in row]
+
+
+def train(folder: Path, mesh: Mesh | None) -> tuple[jspec.Model, list[float]]:
+    with watch("validate", mesh):
+        model = finetune.run(SETTINGS, CORPUS, folder, mesh=mesh)
+    return model, numbers(folder, "loss")
 
 
 def distance(a: PyTree, b: PyTree) -> float:
@@ -202,7 +229,33 @@ def training(folder: Path, *names: str) -> dict[str, Any]:
     for name in names:
         other, found["losses"][name] = train(folder / name, mesh_of(name))
         found["distance"][name] = distance(model.params, other.params)
-    return found
+    return found | {"misplaced": EVALUATED}
+
+
+def distillation(folder: Path, *names: str) -> dict[str, Any]:
+    """Losses and simulated acceptance on one device and on meshes: a drafter learns from references, from
+    what the target writes and from what it writes itself."""
+    settings = distill.Distill(
+        drafter=distill.Drafter(architecture={**(SETTINGS.architecture or {}), "width": 8}),
+        loss="lk_hybrid",
+        sources=(
+            text.Source(text="references"),
+            text.Source(text="target", temperature=1.0, examples=8),
+            text.Source(text="drafter", temperature=1.0, examples=8, every=4),
+        ),
+        batching=SETTINGS.batching,
+        max_new_tokens=6,
+        generation_batch=8,
+        evaluation_text="target",
+        training=SETTINGS.training.model_copy(update={"steps": 6}),
+    )
+    found: dict[str, Any] = {}
+    for name in names:
+        mesh, run = mesh_of(name), folder / name
+        with watch("simulate", mesh):
+            distill.run(settings, CORPUS, run, target=placed(encoder_decoder(), mesh), mesh=mesh)
+        found[name] = {key: numbers(run, key) for key in ("loss", "alpha_1", "greedy_agreement")}
+    return found | {"misplaced": EVALUATED}
 
 
 def topologies(folder: Path) -> dict[str, Any]:
@@ -309,7 +362,7 @@ def dry_run(folder: Path, path: str) -> dict[str, Any]:
 
 SECTIONS = {
     section.__name__: section
-    for section in (generation, programs, training, topologies, loading, processes, dry_run)
+    for section in (generation, programs, training, distillation, topologies, loading, processes, dry_run)
 }
 
 if __name__ == "__main__":

@@ -108,6 +108,8 @@ def test_sides_without_tokens_or_with_an_early_end_are_counted(t5_like):
     _, counts = encode(records, t5_like, encoder=True)
     assert counts == Counts(1, 0, 0, 0, 0, 3)
     assert sum(counts) == len(records)
+    last = t5_like.encode("b")[0]
+    assert encode([*records, Record("b", "a")], t5_like, encoder=True, banned=[last])[1].unusable == 4
     with pytest.raises(ValueError, match=r"expected at least one example, got none: Counts\(.*unusable=3"):
         encode(records[:3], t5_like, encoder=True)
     with pytest.raises(ValueError, match="chat: expected False"):

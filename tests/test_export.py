@@ -19,7 +19,7 @@ from jspec.models.rotary import Rotary
 from jspec.testing import tiny_checkpoint, tiny_decoder, tiny_seq2seq
 from jspec.tiny_checkpoints import CHECKPOINTS
 from jspec.types import Block, Prompt
-from training import export, tokenizer
+from training import export, recipe, tokenizer
 from training.checkpoint import Checkpoints
 
 WRITTEN = {name: raw for name, raw in CHECKPOINTS.items() if registry.family(raw).raw is not None}
@@ -233,6 +233,25 @@ def test_export_of_a_run(tmp_path):
         jspec.generate(m, ["Ein Hund"], max_new_tokens=5, temperature=0.0).tokens for m in (ours, theirs)
     ]
     assert answers[0] == answers[1]
+
+
+def test_a_run_keeps_its_bans(tmp_path):
+    """From the checkpoint it began with to the folder that others read."""
+    model, run = dataclasses.replace(scratch("marian"), banned=(7, 9)), tmp_path / "run"
+    run.mkdir()
+    recipe.describe(run, model)
+    checkpoints = Checkpoints(run / orbax.CHECKPOINTS, keep=1, best=False)
+    checkpoints.save(3, model.params, {"step": jnp.array(3)}, None)
+    checkpoints.close()
+    assert jspec.load(run).banned == (7, 9)
+    export.run(run, tmp_path / "folder")
+    told = json.loads((tmp_path / "folder" / "generation_config.json").read_text())
+    assert told["suppress_tokens"] == [7, 9]
+    assert jspec.load(tmp_path / "folder").banned == (7, 9)
+    described = json.loads((run / orbax.MODEL).read_text())
+    del described["banned"]  # as an earlier version wrote it
+    (run / orbax.MODEL).write_text(json.dumps(described))
+    assert jspec.load(run).banned == ()
 
 
 # --- refusals -----------------------------------------------------------------------------------------

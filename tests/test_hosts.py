@@ -30,7 +30,7 @@ def both(monkeypatch):
             monkeypatch.setattr(hosts.multihost_utils, "broadcast_one_to_all", broadcast)
             try:
                 found.append(hosts.on_first(function))
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 found.append((type(error), str(error)))
         return found
 
@@ -51,10 +51,23 @@ def test_the_first_process_answers_for_all(both):
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(ValueError("wrong"), ValueError), (FileNotFoundError("gone"), OSError), (OSError("full"), OSError)],
+    [
+        (ValueError("wrong"), ValueError),
+        (FileNotFoundError("gone"), OSError),
+        (OSError("full"), OSError),
+        (ModuleNotFoundError("no such package"), ImportError),
+        (FloatingPointError("nan"), FloatingPointError),
+        (NotImplementedError("not yet"), RuntimeError),
+    ],
 )
 def test_its_error_is_everyone_s(both, error, kind):
     def fail():
         raise error
 
     assert both(fail) == [(kind, str(error))] * 2
+
+
+def test_an_error_of_any_other_kind_leaves_nobody_waiting(both):
+    assert both(lambda: {}["key"]) == [(RuntimeError, "KeyError: 'key'")] * 2
+    message = "TypeError: Object of type set is not JSON serializable"
+    assert both(lambda: {1}) == [(RuntimeError, message)] * 2

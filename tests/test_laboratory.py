@@ -1,5 +1,6 @@
 """A study measured on models whose laws are known: tables over the letters of a byte-level tokenizer."""
 
+import dataclasses
 import io
 import json
 import re
@@ -166,6 +167,25 @@ def test_alpha_is_that_of_the_laws_under_the_target_s_bans():
     # (1/4, 3/4) and (1/2, 1/2): without bans they would share 0.6, and 2 would be p's first choice.
     assert alpha.alpha(banning, drafter, text, 1.0) == pytest.approx(0.75)
     assert alpha.lenient_alphas(banning, drafter, text, [1.0, 0.5], 1.0) == pytest.approx([0.75, 1.0])
+
+
+def test_banned_tokens_are_no_part_of_the_laws(trained):
+    banned = LETTERS[0]
+    text = [data.Example([LETTERS[1]], [LETTERS[1], LETTERS[2], END])]
+    target, drafter = trained.target, trained.subjects["table"].laws
+    without = [np.asarray(params).copy() for params in (target.params, drafter.params)]
+    for table in without:
+        table[:, banned] = -np.inf
+    for measured in (
+        lambda t, d: [alpha.alpha(t, d, text, 1.0)],
+        lambda t, d: alpha.lenient_alphas(t, d, text, [1.0, 0.5], 1.0),
+    ):
+        found = measured(dataclasses.replace(target, banned=(banned,)), drafter)
+        expected = measured(
+            dataclasses.replace(target, params=without[0]), drafter._replace(params=without[1])
+        )
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert found != pytest.approx(measured(target, drafter), rel=1e-3)
 
 
 def test_rows(found):

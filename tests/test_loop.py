@@ -1,6 +1,7 @@
 """The training loop: exact resume, bad ends, precision, accumulation, schedules."""
 
 import json
+import os
 import random
 import resource
 import shutil
@@ -15,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jax.sharding import AbstractMesh
 
 from jspec.io import orbax
 from jspec.models.layers import Dropout
 from jspec.testing import tiny_decoder
-from training import config, forward, loop, losses, metrics, recipe
+from training import config, distill, forward, loop, losses, metrics, recipe
 from training.checkpoint import Checkpoints
-from training.config import Optimizer, Training
+from training.config import Batching, Optimizer, Training
 from training.data import Batches, Example
+from training.lock import alone, held
 
 STEPS = 40
 
@@ -203,6 +206,50 @@ def test_the_best_of_an_interrupted_run(tmp_path):
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 20
 
 
+# What `held` does, in a process that need not import JAX.
+LOCKED = textwrap.dedent(
+    """
+    import fcntl, os, sys, time
+
+    file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.write(file, str(os.getpid()).encode())
+    print("held", flush=True)
+    time.sleep(600)
+    """
+)
+
+
+def test_two_processes_do_not_work_on_one_folder(tmp_path):
+    """The second is told who the first is; who is killed holds nothing; a finished run is for everyone."""
+    folder, lock = tmp_path / "run", tmp_path / ".run.lock"
+    command = [sys.executable, "-c", LOCKED, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            message = rf"output: process {other.pid} works on {folder};"
+            with pytest.raises(ValueError, match=message), held(folder):
+                pass
+            folder.mkdir()
+            (folder / "DONE").write_text("{}")
+            with held(folder):
+                pass
+            (folder / "DONE").unlink()
+        finally:
+            other.kill()
+    assert lock.exists()
+    with held(folder):
+        assert lock.read_text() == f"{os.getpid()}\n"
+        with pytest.raises(ValueError, match=f"process {os.getpid()} works on "), held(folder):
+            pass
+        run = alone(lambda config, corpus, output: "done")
+        with pytest.raises(ValueError, match="works on "):
+            run(None, None, folder)
+    assert not lock.exists()
+    assert run(None, None, output=folder) == "done"
+
+
 # --- bad ends ---------------------------------------------------------------------------------------
 
 
@@ -294,6 +341,48 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
             recipe.open_folder(tmp_path / "run", SETTINGS, {"data": "a"})
         path = tmp_path / "run" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_a_mesh_that_would_change_the_batches_is_refused(tmp_path):
+    """With max_tokens rows are multiples of what the mesh divides; a batch_size is what it is."""
+    meshes = {data: AbstractMesh((data, 2), ("data", "model")) for data in (2, 4)}
+    tokens, rows = Batching(max_tokens=80, buckets=1), Batching(batch_size=8)
+    assert recipe.shape_inputs(rows, SETTINGS, meshes[2]) == {}
+    inputs = {data: recipe.shape_inputs(tokens, SETTINGS, mesh) for data, mesh in meshes.items()}
+    shapes = [
+        recipe.batches(EXAMPLES, tokens, SETTINGS, (), mesh=mesh)[0].tokens.shape[0]
+        for mesh in meshes.values()
+    ]
+    assert shapes == [10, 8]
+    folder = tmp_path / "run"
+    recipe.open_folder(folder, SETTINGS, inputs[4])
+    recipe.open_folder(folder, SETTINGS, inputs[2])  # nothing was to be lost
+    (folder / "checkpoints" / "4").mkdir(parents=True)
+    (folder / "checkpoints" / "4" / "commit_success.txt").write_text("")
+    assert not recipe.open_folder(folder, SETTINGS, inputs[2])
+    with pytest.raises(ValueError, match=r"mesh: .* multiples of 2, expected .*, got multiples of 4 "):
+        recipe.open_folder(folder, SETTINGS, inputs[4])
+    (folder / "DONE").write_text("{}")
+    assert recipe.open_folder(folder, SETTINGS, inputs[4])
+
+
+def test_a_model_may_move(tmp_path):
+    """It is known by its content; a place without one, as earlier versions left it, is all there is."""
+    settings = {"drafter": {"checkpoint": "a"}, "target": "b", "training": {"steps": 1}}
+    settings["token_filter"] = {"reference": "c"}
+    first = distill.Distill.model_validate(settings)
+    moved = distill.Distill.model_validate(
+        settings | {"drafter": {"checkpoint": "A"}, "target": None, "token_filter": {"reference": "C"}}
+    )
+    inputs = {"target": "1", "drafter": "2", "reference": "3"}
+    recipe.open_folder(tmp_path / "run", first, inputs)
+    (tmp_path / "run" / "DONE").write_text("{}")
+    assert recipe.open_folder(tmp_path / "run", moved, inputs)
+    with pytest.raises(ValueError, match="differs in drafter;"):
+        recipe.open_folder(tmp_path / "run", moved, inputs | {"drafter": "4"})
+    (tmp_path / "run" / "inputs.json").write_text(json.dumps({"target": "1"}))
+    with pytest.raises(ValueError, match=r"differs in drafter\.checkpoint, token_filter\.reference;"):
+        recipe.open_folder(tmp_path / "run", moved, inputs)
 
 
 def test_files_that_no_run_made_are_left_alone(tmp_path):

@@ -77,6 +77,18 @@ def test_values_by_hand(name, settings, expected):
         assert formula(name, P, Q, **settings) == pytest.approx(expected, abs=1e-8)
 
 
+def test_nothing_is_spread_over_tokens_that_cannot_come_out():
+    """Label smoothing of three tokens, one of them banned, is that of two."""
+
+    def loss(logits):
+        return losses.cross_entropy(None, logits, jnp.array(0), smoothing=0.1)
+
+    few, gradient = jax.value_and_grad(loss)(log([0.25, 0.75]))
+    found = jax.value_and_grad(loss)(log([0.25, 0.75, 0]))
+    assert float(found[0]) == pytest.approx(float(few), abs=1e-6)
+    np.testing.assert_allclose(found[1], [*gradient, 0], atol=1e-6)
+
+
 def test_a_law_that_forbids_a_token():
     """p = (1/2, 1/2, 0), q = (0, 1/4, 3/4): alpha = 1/4, the mixture is (1/4, 3/8, 3/8)."""
     p, q = log(np.array([0.5, 0.5, 0])), log(np.array([0, 0.25, 0.75]))
@@ -233,7 +245,7 @@ def test_names_are_static_and_checked():
         (r"target_logits: .* \(4,\), got \(3,\)", lambda: losses.jsd(jnp.ones(3), jnp.ones(4))),
         (
             r"keep: expected a number in \]0, 1\], got 0",
-            lambda: losses.token_filter(*[jnp.ones(1)] * 5, keep=0),
+            lambda: losses.token_filter(*[jnp.ones(1)] * 4, keep=0),
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -255,9 +267,8 @@ def test_token_filter_keeps_the_tokens_furthest_behind(keep):
     expected = np.zeros(shape, np.float32)
     for at in mine[: round(keep * len(mine))]:
         expected[at] = weights[at]
-    filtered = jax.jit(losses.token_filter, static_argnames=("keep", "loss"))
-    labels = jnp.zeros(shape, jnp.int32)
-    kept = filtered(target, drafter, reference, labels, weights, keep=keep)
+    filtered = jax.jit(losses.token_filter, static_argnames="keep")
+    kept = filtered(target, drafter, reference, weights, keep=keep)
     assert (np.asarray(kept) > 0).sum() == round(keep * len(mine))
     cut = round(keep * len(mine)) - 1
     sure = np.abs(behind - behind[mine[cut]]) > 1e-5  # float32 may order equal gaps in another way
@@ -266,13 +277,12 @@ def test_token_filter_keeps_the_tokens_furthest_behind(keep):
 
 def test_token_filter_of_nearly_nothing():
     logits = jnp.zeros((1, 3, 2))
-    labels = jnp.zeros((1, 3), jnp.int32)
     for weights, kept in (([0, 0, 0], [0, 0, 0]), ([0, 2, 0], [0, 2, 0]), ([0, 2, 3], [0, 2, 0])):
         weights = jnp.array([weights], jnp.float32)
-        assert losses.token_filter(logits, logits, logits, labels, weights, 0.1).tolist() == [kept]
+        assert losses.token_filter(logits, logits, logits, weights, 0.1).tolist() == [kept]
     # A reference that is infinitely far from the target, as the drafter is: not a reason to keep a token.
     far = jnp.array([[[-jnp.inf, 0], [-jnp.inf, 0], [0, 1.0]]])
-    kept = losses.token_filter(logits, far, far.at[0, 2].set(0), labels, jnp.ones((1, 3)), 0.4)
+    kept = losses.token_filter(logits, far, far.at[0, 2].set(0), jnp.ones((1, 3)), 0.4)
     assert kept.tolist() == [[0, 0, 1]]
 
 

@@ -220,6 +220,17 @@ def test_a_step_learns_where_it_should():
         assert float(loss) == pytest.approx(expected, rel=1e-5)
         assert float(numbers["alpha"]) == pytest.approx(alpha[emitted].mean(), rel=1e-5)
         assert float(numbers["tau"]) == pytest.approx(emitted.sum() / opens.sum(), rel=1e-6)
+        banned = online.Distillation(
+            drafter.lm, online.losses.named("forward_kl"), only_rejected, V, banned=(V - 1,)
+        )
+        served_less = served._replace(
+            feedback=served.feedback._replace(logits=served.feedback.logits.at[..., V - 1].set(-jnp.inf))
+        )
+        less = objective(drafter.params.at[:, V - 1].set(-jnp.inf), (), served_less, jax.random.key(0))
+        for got, want in zip(
+            *map(jax.tree.leaves, (banned(drafter.params, (), served, jax.random.key(0)), less)), strict=True
+        ):
+            assert float(got) == pytest.approx(float(want), rel=1e-5)
         taken = (accepted & emitted).sum() / proposed[opens].sum()
         assert float(numbers["accepted"]) == pytest.approx(taken, rel=1e-6)
 

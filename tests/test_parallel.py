@@ -345,11 +345,22 @@ def test_no_program_gathers_the_cache_of_other_drafters(tmp_path):
 
 @pytest.mark.slow
 def test_losses_are_those_of_one_device(tmp_path):
-    found = result(start("training", str(tmp_path), "8x1", "1x8"))
+    found = result(start("training", str(tmp_path), "2x4", "8x1", "1x8"))
     one = found["losses"].pop("one")
     for name, losses in found["losses"].items():
         np.testing.assert_allclose(losses, one, rtol=1e-5, err_msg=name)
         assert found["distance"][name] < 1e-3, name  # Adam divides small gradients by their own size
+    assert found["misplaced"] == [], "evaluations want weights whole along data"
+
+
+@pytest.mark.slow
+def test_distillation_is_that_of_one_device(tmp_path):
+    """Texts of target and drafter among the sources, and what evaluations say."""
+    found = result(start("distillation", str(tmp_path), "one", "2x4"))
+    assert found.pop("misplaced") == []
+    for name, values in found["2x4"].items():
+        assert values, name
+        np.testing.assert_allclose(values, found["one"][name], rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Fine-tuning and distillation, end to end on a toy: an answer counts on from its source's first token."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -13,7 +14,9 @@ import pytest
 
 import jspec
 from jspec.io.tokenizer import from_folder
-from jspec.testing import table_lm, tiny_decoder, tiny_seq2seq
+from jspec.models import DecoderConfig, Seq2SeqConfig
+from jspec.models.rotary import Rotary
+from jspec.testing import table_lm, tiny_checkpoint, tiny_decoder, tiny_seq2seq
 from training import __main__ as command
 from training import (
     acceptance,
@@ -188,6 +191,26 @@ def spoken(say, tmp_path_factory):
 
 def arguments(folder, name):
     return "--config", folder / f"{name}.yaml", "--data", folder, "--output", folder / name
+
+
+def test_the_examples_among_the_project_s_configurations():
+    """Two recipes of the study that they name, one after the other."""
+    folder = Path(__file__).parent.parent / "configs"
+    target = config.load(folder / "finetune_en_de.yaml", finetune.Finetune)
+    drafter = config.load(folder / "distill_en_de.yaml", distill.Distill)
+    assert drafter.target == "runs/finetune_en_de"  # where the first one trains
+    study = config.read(folder / "t5_en_de_cpu.yaml")
+    for name in ("tokenizer", "architecture", "batching", "training"):
+        given = config.read(folder / "finetune_en_de.yaml")[name]
+        assert given == study["target"]["finetune"][name], name
+    for mine, theirs in (
+        (drafter.drafter.architecture, study["drafters"]["small"]["start"]["architecture"]),
+        (drafter.training, Training.model_validate(study["drafters"]["small"]["training"])),
+        (drafter.loss, study["recipes"]["distilled"]["loss"]),
+        (drafter.features, study["recipes"]["distilled"]["features"]),
+    ):
+        assert mine == theirs
+    assert target.data == drafter.data
 
 
 def test_text_gets_a_tokenizer_of_its_own(spoken):
@@ -409,6 +432,52 @@ def test_padding_is_no_part_of_a_law():
     assert acceptance.validate(*wide[1], batches, width=VOCAB) == pytest.approx(alone, rel=1e-5)
 
 
+BANNED = (2, 5)
+
+
+def test_what_never_comes_out_is_no_part_of_a_law():
+    """A banned token is a token of probability 0: evaluations, losses and gradients."""
+    laws = np.random.default_rng(2).dirichlet(np.ones(VOCAB), (2, VOCAB))
+    (target, p), (drafter, q) = map(table_lm, laws)
+    without = laws.copy()
+    without[..., list(BANNED)] = 0
+    (_, masked_p), (_, masked_q) = map(table_lm, without)
+    banless = [Example(e.source, [token for token in e.target if token not in BANNED]) for e in EXAMPLES]
+    batches = recipe.held_out(banless[:8], BATCHING, training(1), ())
+    options = {"width": VOCAB, "temperatures": (1.0,)}
+    expected = acceptance.simulate(target, masked_p, drafter, masked_q, batches, **options)
+    found = acceptance.simulate(target, p, drafter, q, batches, banned=BANNED, **options)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert acceptance.validate(drafter, q, batches, banned=BANNED) == pytest.approx(
+        acceptance.validate(drafter, masked_q, batches), rel=1e-5
+    )
+    for name in ("forward_kl", "cross_entropy"):
+        settings = {"smoothing": 0.1} if name == "cross_entropy" else {}
+        divergence = distill.Divergence(
+            target, drafter, losses.named(name, **settings), 0.0, VOCAB, banned=BANNED
+        )
+        (loss, _), gradient = jax.value_and_grad(divergence, has_aux=True)(
+            q, {"target": p}, batches[0], jax.random.key(0)
+        )
+        (same, _) = dataclasses.replace(divergence, banned=())(
+            masked_q, {"target": masked_p}, batches[0], jax.random.key(0)
+        )
+        assert float(loss) == pytest.approx(float(same), rel=1e-5)
+        assert np.isfinite(gradient).all()
+        assert not np.asarray(gradient)[:, list(BANNED)].any()
+
+
+def test_a_drafter_never_emits_what_its_target_does_not(finetuned):
+    target = dataclasses.replace(finetuned[0], banned=BANNED)
+    loaded = dataclasses.replace(target, banned=(7,))
+    for given, model in (
+        (distill.Drafter(checkpoint="x"), loaded),
+        (distill.Drafter(architecture=SMALL), None),
+        (distill.Drafter(layers=(0,)), None),
+    ):
+        assert distill._start(given, target, 0, model).banned == BANNED
+
+
 @pytest.mark.slow
 def test_on_policy_distillation_resumes_exactly(finetuned, tmp_path, monkeypatch):
     """Interrupted within a phase, after its checkpoint: the text that the drafter wrote is on the disk."""
@@ -476,6 +545,31 @@ def test_two_texts_of_the_drafter_do_not_mix(tmp_path, monkeypatch):
     assert len(list((tmp_path / "text").iterdir())) == 2
 
 
+def test_given_buckets_hold_whatever_the_drafter_writes(tmp_path):
+    """Refused at once, not when it first writes an answer that is too long."""
+    target = jspec.Model(*table_lm(np.full((VOCAB, VOCAB), 1 / VOCAB)), eos=(END,))
+    own = text.Source(text="drafter", examples=16, every=8)
+
+    def texts(sources, width):
+        return text.Texts(
+            sources,
+            EXAMPLES,
+            target,
+            target,
+            tmp_path / "text",
+            writing=text.Writing(30, 16, tmp_path),
+            batching=Batching(batch_size=16, buckets=((1, width),)),
+            training=training(40),
+        )
+
+    # Three tokens of a source, 30 of an answer; the last of them is a label only.
+    texts([own], 32)
+    message = r"buckets: expected the last one to hold .* 30 tokens .*, \(0, 32\), got \(1, 31\)"
+    with pytest.raises(ValueError, match=message):
+        texts([own], 31)
+    texts([text.Source(text="references")], 31)
+
+
 def test_adaspec_learns_where_the_drafter_is_furthest_behind_its_reference():
     """Three Markov chains; a token of the text is a row of the drafter's params, and its gradient's."""
     laws = np.random.default_rng(0).dirichlet(np.ones(VOCAB), (3, VOCAB))
@@ -522,6 +616,70 @@ def test_a_drafter_from_a_checkpoint_ends_answers_as_the_target_does(finetuned, 
         distill.run(settings_of(drafter=given), CORPUS, distilled[1] / "x", target=decoder)
 
 
+def test_what_is_made_on_the_host_is_looked_at_there(tmp_path, monkeypatch):
+    """A checkpoint may be larger than any device of the mesh that will hold it."""
+    inside, looked = [], []
+
+    class Enough(Exception):
+        pass
+
+    @contextlib.contextmanager
+    def on_host(mesh):
+        inside.append(mesh)
+        yield
+        inside.pop()
+
+    def fingerprint(config, params):
+        looked.append(inside[-1:])
+        return "x"
+
+    def stop(*arguments):
+        raise Enough
+
+    monkeypatch.setattr(recipe.parallel, "on_host", on_host)
+    monkeypatch.setattr(recipe, "model_fingerprint", fingerprint)
+    monkeypatch.setattr(recipe, "open_folder", stop)
+    path = str(tiny_checkpoint(tmp_path / "checkpoint", "llama"))
+    chosen = distill.Filter(reference=path)
+    for run, settings in (
+        (finetune.run, finetune.Finetune(checkpoint=path, training=training(1))),
+        (
+            distill.run,
+            settings_of(target=path, drafter=distill.Drafter(checkpoint=path), token_filter=chosen),
+        ),
+    ):
+        with pytest.raises(Enough):
+            run(settings, CORPUS, tmp_path / "run", mesh="a mesh")
+    assert looked == [["a mesh"]] * 4
+
+
+def test_a_fingerprint_outlives_new_settings_of_an_architecture():
+    """A field with a default changes nothing until a model uses it."""
+    params = {"a": jax.numpy.arange(6.0)}
+    old = dataclasses.make_dataclass("Config", [("width", int), ("tied", bool, False)])
+    new = dataclasses.make_dataclass(
+        "Config", [("width", int), ("sinks", bool, False), ("tied", bool, False)], kw_only=True
+    )
+    fingerprint = recipe.model_fingerprint
+    assert fingerprint(new(width=3, tied=True), params) == fingerprint(old(3, True), params)
+    others = [new(width=3, tied=True, sinks=True), new(width=4, tied=True), new(width=3)]
+    assert len({fingerprint(config, params) for config in [new(width=3, tied=True), *others]}) == 4
+    # Of real ones, as long as there are runs whose inputs.json holds such numbers.
+    sizes = {"vocab_size": 64, "width": 32, "mlp_width": 64, "num_layers": 2, "num_heads": 4, "head_dim": 8}
+    decoder = DecoderConfig(
+        **sizes,
+        num_kv_heads=2,
+        context_length=512,
+        rotary=Rotary((1.0, 0.1, 0.01, 0.001)),
+        windows=(None, 8),
+    )
+    seq2seq = Seq2SeqConfig(**sizes, num_encoder_layers=2, tied=True, embedding_scale=5.5)
+    assert [fingerprint(config, params) for config in (decoder, seq2seq)] == [
+        "3a9a885898898c34",
+        "afac42a70db21f7e",
+    ]
+
+
 def test_precision_is_part_of_a_fingerprint():
     exact = {"a": jax.numpy.arange(6.0), "b": jax.numpy.ones((2, 2), int)}
     rounded = exact | {"a": exact["a"].astype("bfloat16")}
@@ -556,8 +714,8 @@ def test_a_drafter_of_the_target_s_layers():
         init.subset(windowed[0].config, windowed[1], [1], [0])
 
 
-def test_a_random_model_starts_on_the_right_scales():
-    """Hidden states of a few units and logits near those of a uniform law, whatever the width."""
+def test_a_random_model_s_embedding_and_scores_have_variance_1():
+    """Whatever the embedding shares with the head and scores are multiplied by."""
     lm, _ = tiny_seq2seq(width=64, vocab_size=200, num_heads=4)
     for changes in ({}, {"tied": True, "logit_scale": 64**-0.5}, {"attention_scale": 0.25}):
         config = dataclasses.replace(lm.config, **changes)

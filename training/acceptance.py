@@ -39,11 +39,17 @@ def _means(sums: Callable[[Any], dict[str, Array]], batches: Sequence[Any]) -> d
     return {name: value / positions for name, value in total.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("lm", "width", "dtype"))
+@functools.partial(jax.jit, static_argnames=("lm", "width", "banned", "dtype"))
 def _fit_sums(
-    params: PyTree, batch: PyTree, *, lm: LanguageModel, width: int | None, dtype: str
+    params: PyTree,
+    batch: PyTree,
+    *,
+    lm: LanguageModel,
+    width: int | None,
+    banned: tuple[int, ...],
+    dtype: str,
 ) -> dict[str, Array]:
-    q = forward.logits(lm, models.cast(params, dtype), batch)[..., :width]
+    q = forward.possible(forward.logits(lm, models.cast(params, dtype), batch), width, banned)
     right = (q.argmax(-1) == batch.labels).astype(jnp.float32)
     loss = losses.cross_entropy(None, q, batch.labels)
     return _mean({"validation_loss": loss, "accuracy": right}, batch.weights)
@@ -55,14 +61,16 @@ def validate(
     batches: Sequence[Any],
     *,
     width: int | None = None,
+    banned: tuple[int, ...] = (),
     dtype: str = "float32",
 ) -> dict[str, float]:
     """``validation_loss`` (cross-entropy) and ``accuracy`` (of the first choice), means over positions: for a
-    model without a target beside it. ``width`` as for `simulate`."""
-    return _means(lambda batch: _fit_sums(params, batch, lm=lm, width=width, dtype=dtype), batches)
+    model without a target beside it. ``width`` and ``banned`` as for `simulate`."""
+    settings = {"lm": lm, "width": width, "banned": banned, "dtype": dtype}
+    return _means(lambda batch: _fit_sums(params, batch, **settings), batches)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "drafter", "width", "temperatures", "dtype"))
+@functools.partial(jax.jit, static_argnames=("target", "drafter", "width", "banned", "temperatures", "dtype"))
 def _sums(
     target_params: PyTree,
     drafter_params: PyTree,
@@ -71,13 +79,14 @@ def _sums(
     target: LanguageModel,
     drafter: LanguageModel,
     width: int | None,
+    banned: tuple[int, ...],
     temperatures: tuple[float, ...],
     dtype: str,
 ) -> dict[str, Array]:
     p = forward.logits(target, target_params, batch)
     q = forward.logits(drafter, models.cast(drafter_params, dtype), batch)
     width = min(p.shape[-1], q.shape[-1]) if width is None else width
-    p, q = p[..., :width], q[..., :width]
+    p, q = (forward.possible(logits, width, banned) for logits in (p, q))
     values = {
         "validation_loss": losses.cross_entropy(None, q, batch.labels),
         "greedy_agreement": (p.argmax(-1) == q.argmax(-1)).astype(jnp.float32),
@@ -95,6 +104,7 @@ def simulate(
     batches: Sequence[Any],
     *,
     width: int | None = None,
+    banned: tuple[int, ...] = (),
     gamma: int = 5,
     temperatures: tuple[float, ...] = (1.0,),
     dtype: str = "float32",
@@ -104,6 +114,8 @@ def simulate(
     Args:
       width: tokens of the vocabulary. Logits from there on are padding, which decoding never emits and
         distillation never trains, and no part of a law. None: as many as both models have logits.
+      banned: tokens that the target never emits (`jspec.Model.banned`), and no part of a law either. A label
+        among them has an infinite loss.
       gamma: drafted tokens a round, for tau.
       temperatures: > 0, of both laws; what greedy decoding would do is always among the results.
       dtype: the drafter's forward computes in; the target's is that of its params.
@@ -124,6 +136,7 @@ def simulate(
             target=target,
             drafter=drafter,
             width=width,
+            banned=banned,
             temperatures=temperatures,
             dtype=dtype,
         )

@@ -70,7 +70,7 @@ class Counts(NamedTuple):
     truncated_targets: int
     dropped_sources: int
     dropped_targets: int
-    unusable: int  # a side without tokens, or a target with an end token before its end
+    unusable: int  # a side without tokens, or a target with an end token before its end or a banned one
 
 
 def encode(
@@ -80,6 +80,7 @@ def encode(
     encoder: bool,
     limits: Limits | None = None,
     chat: bool = False,
+    banned: Iterable[int] = (),
 ) -> tuple[list[Example], Counts]:
     """Token ids of every record, as decoding will see them.
 
@@ -88,6 +89,7 @@ def encode(
         where they are cut.
       limits: None: any length.
       chat: a source is a user's message, put into the chat template (decoder-only).
+      banned: tokens that the model never emits: a target that holds one is unusable, its law gives it 0.
     Raises:
       ValueError: nothing is left; a tokenizer without end token, or one that puts it behind the prompts of a
         decoder; ``chat`` with an encoder.
@@ -105,6 +107,7 @@ def encode(
             "goes on (append_end: false)"
         )
     begin = {tokenizer.backend.bos_token_id} - {None}
+    impossible = {*tokenizer.eos, *banned}
     examples: list[Example] = []
     number = dict.fromkeys(Counts._fields, 0)
     for record in records:
@@ -117,7 +120,7 @@ def encode(
         target = tokenizer.encode_target(record.target)
         target = target[1:] if target and target[0] in begin else target
         target = target[:-1] if target[-1:] == [end] else target
-        if not source or not target or not set(tokenizer.eos).isdisjoint(target):
+        if not source or not target or not impossible.isdisjoint(target):
             number["unusable"] += 1
             continue
         source, target = [*source, *tail], [*target, end]

@@ -23,6 +23,7 @@ from training import acceptance, forward, init, losses, recipe
 from training.config import Batching, Count, Strict, Training
 from training.data import Example, Limits
 from training.features import Precision
+from training.lock import alone
 from training.loop import fit
 from training.text import Source, Texts, Writing, answered
 
@@ -111,29 +112,33 @@ class Divergence:
     width: int  # logits beyond the common vocabulary are padding
     reference: LanguageModel | None = None
     keep: float = 1.0
+    banned: tuple[int, ...] = ()  # what the target never emits is no part of the laws either
 
     def __call__(
         self, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
         """See `training.loop.Objective`; ``frozen`` holds the params of target and reference."""
 
+        possible = functools.partial(forward.possible, width=self.width, banned=self.banned)
+
         def teacher(lm: LanguageModel, params: PyTree) -> Float[Array, "B T V"]:
-            return jax.lax.stop_gradient(forward.logits(lm, params, batch)[..., : self.width])
+            return jax.lax.stop_gradient(possible(forward.logits(lm, params, batch)))
 
         if batch.features is None:
             p = teacher(self.target, frozen["target"])
         else:
             dtype = jax.tree.leaves(frozen["target"])[0].dtype
-            p = self.target.head(frozen["target"], batch.features.astype(dtype))[..., : self.width]
+            p = possible(self.target.head(frozen["target"], batch.features.astype(dtype)))
         noise = Dropout(key, self.dropout) if self.dropout else None
-        q = forward.logits(self.drafter, params, batch, dropout=noise)[..., : self.width]
+        q = possible(forward.logits(self.drafter, params, batch, dropout=noise))
         weights = batch.weights
         if self.reference is not None:
             r = teacher(self.reference, frozen["reference"])
-            weights = losses.token_filter(p, q, r, batch.labels, weights, keep=self.keep)
+            weights = losses.token_filter(p, q, r, weights, keep=self.keep)
         return losses.sequence_mean(self.loss(p, q, batch.labels), weights), {}
 
 
+@alone
 def run(
     config: Distill,
     corpus: recipe.Corpus,
@@ -151,7 +156,8 @@ def run(
       output: the run's folder; ``jspec.load(output)`` reads it later.
       target: None: the one that ``config`` names. Its forward computes in the dtype of its params.
       cache: a folder for what the target writes, which several runs may share; None: within ``output``.
-      mesh: see `jspec.parallel`. It is no part of the run: another one may take over.
+      mesh: see `jspec.parallel`. It is no part of the run: another one may take over, with ``max_tokens`` one
+        whose `data` is as large.
 
     Raises:
       ValueError: a wrong configuration, corpus or folder, or another vocabulary than the target's.
@@ -169,14 +175,19 @@ def run(
             drafter = load(config.drafter.checkpoint)
         if config.token_filter is not None:
             reference = load(config.token_filter.reference)
+        given = (("target", target), ("drafter", drafter), ("reference", reference))
+        fingerprints = {
+            name: recipe.model_fingerprint(model.lm.config, model.params)
+            for name, model in given
+            if model is not None
+        }
     inputs = {
         "recipe": "distill",
         "train": recipe.text_fingerprint(corpus.train),
         "validation": recipe.text_fingerprint(corpus.validation),
+        **fingerprints,
+        **recipe.shape_inputs(config.batching, settings, mesh),
     }
-    for name, model in (("target", target), ("drafter", drafter), ("reference", reference)):
-        if model is not None:
-            inputs[name] = recipe.model_fingerprint(model.lm.config, model.params)
     for name, model in (("drafter.checkpoint", drafter), ("token_filter.reference", reference)):
         if model is not None:
             recipe.check_kind(name, target, model)
@@ -193,6 +204,7 @@ def run(
         encoder=bool(target.decoder_start),
         limits=config.limits,
         chat=config.chat,
+        banned=target.banned,
     )
     writing = Writing(
         config.max_new_tokens, config.generation_batch, output / "text" if cache is None else Path(cache)
@@ -222,6 +234,7 @@ def run(
         min(target.vocab_size, drafter.vocab_size),
         None if reference is None else reference.lm,
         1.0 if config.token_filter is None else config.token_filter.keep,
+        target.banned,
     )
     fit(
         drafter.params,
@@ -239,13 +252,14 @@ def run(
 
 def _start(config: Drafter, target: Model, seed: int, loaded: Model | None) -> Model:
     """The drafter before the first step, ``loaded`` where it is a checkpoint; it begins and ends answers as
-    the target does."""
+    the target does, and never emits what the target does not: it does not learn about that."""
     if loaded is not None:
         return dataclasses.replace(
             loaded,
             tokenizer=loaded.tokenizer or target.tokenizer,
             eos=target.eos,
             decoder_start=target.decoder_start,
+            banned=tuple(token for token in target.banned if token < loaded.vocab_size),
         )
     if config.layers is not None:
         architecture, params = init.subset(
@@ -290,6 +304,7 @@ def _evaluation(
                 params,
                 batches,
                 width=min(target.vocab_size, drafter.vocab_size),
+                banned=target.banned,
                 gamma=config.gamma,
                 dtype=config.training.dtype,
             )

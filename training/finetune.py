@@ -23,6 +23,7 @@ from jspec.types import LanguageModel, PyTree
 from training import acceptance, forward, hosts, init, losses, recipe
 from training.config import Batching, Count, Strict, Training
 from training.data import Limits, Record
+from training.lock import alone
 from training.loop import fit
 from training.tokenizer import FILE as TOKENIZER
 from training.tokenizer import TokenizerConfig
@@ -86,6 +87,7 @@ class CrossEntropy:
         return losses.sequence_mean(loss, batch.weights), {}
 
 
+@alone
 def run(
     config: Finetune,
     corpus: recipe.Corpus,
@@ -101,7 +103,8 @@ def run(
       corpus: texts; token ids for a model without tokenizer.
       output: the run's folder; ``jspec.load(output)`` reads it later.
       tokenizer: of a model from scratch, in place of one that is trained.
-      mesh: see `jspec.parallel`. It is no part of the run: another one may take over.
+      mesh: see `jspec.parallel`. It is no part of the run: another one may take over, with ``max_tokens`` one
+        whose `data` is as large.
 
     Raises:
       ValueError: a wrong configuration, corpus or folder.
@@ -113,12 +116,13 @@ def run(
         "train": recipe.text_fingerprint(corpus.train),
         "validation": recipe.text_fingerprint(corpus.validation),
         "tokenizer": tokenizer and recipe.text_fingerprint(tokenizer.vocabulary.tokens),
+        **recipe.shape_inputs(config.batching, config.training, mesh),
     }
     model = None
     if config.checkpoint is not None:
         with parallel.on_host(mesh):
             model = load(config.checkpoint)
-        inputs["checkpoint"] = recipe.model_fingerprint(model.lm.config, model.params)
+            inputs["checkpoint"] = recipe.model_fingerprint(model.lm.config, model.params)
     if recipe.open_folder(output, config, inputs):
         return load(output, mesh=mesh)
     if model is None:
@@ -132,6 +136,7 @@ def run(
         encoder=bool(model.decoder_start),
         limits=config.limits,
         chat=config.chat,
+        banned=model.banned,
     )
     shapes = (config.batching, settings, model.decoder_start)
     train = recipe.batches(encode(corpus.train, name="train"), *shapes, mesh=mesh)
@@ -144,7 +149,12 @@ def run(
         settings,
         output,
         evaluate=lambda params: acceptance.validate(
-            model.lm, params, held_out, width=model.vocab_size, dtype=settings.dtype
+            model.lm,
+            params,
+            held_out,
+            width=model.vocab_size,
+            banned=model.banned,
+            dtype=settings.dtype,
         ),
         shardings=recipe.shardings(mesh, model),
         console=console,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -38,3 +40,18 @@ def logits(
 ) -> Float[Array, "B T V"]:
     """Logits of every position, float32; those at ``t`` predict ``batch.labels[:, t]``."""
     return lm.head(params, hidden(lm, params, batch, dropout=dropout).hidden)
+
+
+def possible(
+    logits: Float[Array, "... V"], width: int | None = None, banned: Sequence[int] = ()
+) -> Float[Array, "... W"]:
+    """Logits of what can come out, as decoding has it: the first ``width`` tokens (None: all), without the
+    ``banned`` ones, which get -inf. Those of a pair are the target's, for both laws.
+
+    >>> possible(jnp.array([1.0, 2.0, 3.0, 4.0]), 3, [1, 3]).tolist()
+    [1.0, -inf, 3.0]
+    """
+    logits = logits[..., :width]
+    if not banned:
+        return logits
+    return logits.at[..., jnp.array(banned, jnp.int32)].set(-jnp.inf, mode="drop")

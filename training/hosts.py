@@ -10,30 +10,35 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+# What errors become on the other processes; any other one is a RuntimeError.
+KINDS: tuple[type[Exception], ...] = (OSError, ImportError, FloatingPointError, ValueError, RuntimeError)
+
 
 def on_first(function: Callable[[], Any]) -> Any:
     """What ``function()`` returns on process 0 (a JSON value), on every process: none of them can see the
     folder otherwise than the others do. With one process a plain call.
 
     Raises:
-      OSError, ValueError: what it raised on process 0, on every process, so that none waits for the others.
+      Exception: what it raised on process 0, on every process, so that none waits for the others. With
+        several it is the nearest kind among `KINDS`.
 
     >>> on_first(lambda: [1, 2])
     [1, 2]
     """
     if jax.process_count() == 1:
         return function()
-    answer: dict[str, Any] = {}
+    text, cause = "", None
     if jax.process_index() == 0:
         try:
-            answer = {"value": function()}
-        except (OSError, ValueError) as error:
-            kind = OSError if isinstance(error, OSError) else ValueError
-            answer = {kind.__name__: str(error)}
-    answer = json.loads(_sent(json.dumps(answer)))
-    for kind in (OSError, ValueError):
+            text = json.dumps({"value": function()})
+        except Exception as error:
+            kind = next((kind for kind in KINDS if isinstance(error, kind)), None)
+            told = str(error) if kind else f"{type(error).__name__}: {error}"
+            text, cause = json.dumps({(kind or RuntimeError).__name__: told}), error
+    answer = json.loads(_sent(text))
+    for kind in KINDS:
         if kind.__name__ in answer:
-            raise kind(answer[kind.__name__])
+            raise kind(answer[kind.__name__]) from cause
     return answer["value"]
 
 

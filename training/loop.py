@@ -237,6 +237,7 @@ def fit(
         params that count, their numbers, and how many seconds the process took that came to the end.
       frozen: a pytree that reaches the objective as a jit argument: teachers.
       evaluate: numbers of an evaluation, finite; "validation_loss" among them where ``settings.best`` is set.
+        On a mesh its params are in the dtype of the forward and whole along ``data``, as within a step.
       shardings: of the params on a mesh (`parallel.param_shardings`): the optimizer state follows them, the
         rows of a batch go along ``data``. ``frozen`` is the caller's to place.
 
@@ -254,6 +255,7 @@ def fit(
     state, placement = _first(params, settings, shardings)
     mesh = None if shardings is None else parallel.mesh_of(state)
     step = _compiled(_static(objective, settings), placement)
+    evaluated = _evaluated(settings.dtype, shardings)
     seed = jnp.uint32(settings.seed)
     pending: list[tuple[int, dict[str, Array]]] = []
     with contextlib.ExitStack() as opened:
@@ -292,7 +294,7 @@ def fit(
             results = None
             if evaluate is not None and settings.evaluates(number):
                 look(keep=0)
-                results = evaluate(state.params)
+                results = evaluate(evaluated(state.params))
                 check(f"the evaluation after step {number}", results)
                 metrics.evaluation(number, results)
             if settings.saves(number):
@@ -307,6 +309,13 @@ def fit(
         metrics.flush()
     hosts.on_first(lambda: _finish(folder, chosen, time.monotonic() - begun))
     return state.params
+
+
+def _evaluated(dtype: str, shardings: PyTree | None) -> Callable[[PyTree], PyTree]:
+    """From trained params to those that forwards want: without a mesh they are."""
+    if shardings is None:
+        return lambda params: params
+    return jax.jit(functools.partial(models.cast, dtype=dtype), out_shardings=parallel.whole(shardings))
 
 
 def _finish(folder: Path, step: int, seconds: float) -> None:

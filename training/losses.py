@@ -96,19 +96,29 @@ def _label_entropy(
     return _label_entropy_forward(drafter_logits, labels, smoothing)[0]
 
 
+def _possible(logits: Float[Array, "... V"]) -> tuple[Array, Float[Array, "... 1"]]:
+    """Which tokens a law may give, and how many they are (at least 1)."""
+    possible = logits > -jnp.inf
+    return possible, jnp.maximum(possible.sum(-1, keepdims=True), 1).astype(jnp.float32)
+
+
 def _label_entropy_forward(drafter_logits: Array, labels: Array, smoothing: float) -> tuple:
     mass = _log_mass(drafter_logits)
     log_q = jnp.take_along_axis(drafter_logits, labels[..., None], axis=-1)[..., 0] - mass[..., 0]
     if smoothing:
-        log_q = (1 - smoothing) * log_q + smoothing * (drafter_logits - mass).mean(-1)
+        possible, number = _possible(drafter_logits)
+        others = jnp.where(possible, drafter_logits - mass, 0).sum(-1) / number[..., 0]
+        log_q = (1 - smoothing) * log_q + smoothing * others
     return -log_q, (drafter_logits, mass, labels)
 
 
 def _label_entropy_backward(smoothing: float, residuals: tuple, cotangent: Float[Array, ...]) -> tuple:
     drafter_logits, mass, labels = jax.lax.optimization_barrier(residuals)
-    vocab_size = drafter_logits.shape[-1]
     wanted = jax.lax.broadcasted_iota(jnp.int32, drafter_logits.shape, labels.ndim) == labels[..., None]
-    wanted = (1 - smoothing) * wanted.astype(jnp.float32) + smoothing / vocab_size
+    wanted = (1 - smoothing) * wanted.astype(jnp.float32)
+    if smoothing:
+        possible, number = _possible(drafter_logits)
+        wanted = wanted + jnp.where(possible, smoothing / number, 0)
     return cotangent[..., None] * (jnp.exp(drafter_logits - mass) - wanted), None
 
 
@@ -122,7 +132,8 @@ def cross_entropy(
     *,
     smoothing: float = 0.0,
 ) -> Float[Array, ...]:
-    """-log q of the labels, of which a share ``smoothing`` is spread evenly over all V tokens.
+    """-log q of the labels, of which a share ``smoothing`` is spread evenly over all tokens but those whose
+    logit is -inf (banned ones).
 
     The labels are tokens of the target (or references); ``target_logits`` are not looked at.
 
@@ -368,25 +379,23 @@ def token_filter(
     target_logits: Float[Array, "B T V"],
     drafter_logits: Float[Array, "B T V"],
     reference_logits: Float[Array, "B T V"],
-    labels: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     keep: float = 0.4,
-    loss: Loss = forward_kl,
 ) -> Float[Array, "B T"]:
     """AdaSPEC's selection: ``weights``, set to 0 but for the share ``keep`` of the batch's tokens where the
     drafter is furthest behind the reference, a copy of the drafter that was distilled before it.
 
     Of the n tokens with weight, round(keep * n) are kept, at least one: those with the largest
-    loss(drafter) - loss(reference), the earlier one of two equal ones. No gradient passes.
+    KL(p || drafter) - KL(p || reference), the earlier one of two equal ones. No gradient passes.
 
     Raises:
       ValueError: ``keep`` outside ]0, 1].
 
-    Reference: Hu et al. 2025, AdaSPEC, arXiv 2510.19779 (there ``loss`` is KL(p || q)).
+    Reference: Hu et al. 2025, AdaSPEC, arXiv 2510.19779.
     """
     if not 0 < keep <= 1:
         raise ValueError(f"keep: expected a number in ]0, 1], got {keep}")
-    behind = loss(target_logits, drafter_logits, labels) - loss(target_logits, reference_logits, labels)
+    behind = forward_kl(target_logits, drafter_logits) - forward_kl(target_logits, reference_logits)
     mine = (weights > 0).reshape(-1)
     behind = jnp.where(mine & ~jnp.isnan(behind.reshape(-1)), behind.reshape(-1), -jnp.inf)
     # By weight first, so that a token without weight never stands before one with it.

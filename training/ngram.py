@@ -161,7 +161,13 @@ def run(
     encoder = bool(target.decoder_start)
     train, validation = (
         recipe.encode(
-            texts, target.tokenizer, encoder=encoder, limits=config.limits, name=name, chat=config.chat
+            texts,
+            target.tokenizer,
+            encoder=encoder,
+            limits=config.limits,
+            name=name,
+            chat=config.chat,
+            banned=target.banned,
         )
         for texts, name in zip(corpus, corpus._fields, strict=True)
     )

@@ -34,6 +34,7 @@ from jspec.types import Info, LanguageModel, PyTree
 from training import acceptance, forward, losses, recipe
 from training.config import Batching, Count, Strict, Training
 from training.data import Limits
+from training.lock import alone
 from training.loop import fit
 
 
@@ -203,6 +204,7 @@ class Distillation:
     loss: losses.Loss
     only_rejected: bool
     width: int  # logits beyond the common vocabulary are padding
+    banned: tuple[int, ...] = ()  # what the target never emits is no part of the laws either
 
     def __call__(
         self, params: PyTree, frozen: PyTree, batch: Served, key: jax.Array
@@ -210,8 +212,8 @@ class Distillation:
         """See `training.loop.Objective`. Besides the loss: ``alpha`` (sum of min(p, q) at temperature 1, mean
         over the answers' tokens), ``accepted`` (the share of drafted tokens that the target took) and ``tau``
         (tokens emitted per target forward); all of the drafter before the step."""
-        q = forward.logits(self.drafter, params, batch)[..., : self.width]
-        p = batch.feedback.logits[:, 1:, : self.width]
+        q = forward.possible(forward.logits(self.drafter, params, batch), self.width, self.banned)
+        p = forward.possible(batch.feedback.logits[:, 1:], self.width, self.banned)
         offset, accepted, proposed = (x[:, 1:] for x in batch.feedback.statistics)
         emitted, rejected = batch.weights > 0, batch.feedback.rejected[:, 1:]
         opens = emitted & (offset == 0)
@@ -229,6 +231,7 @@ class Distillation:
         return losses.sequence_mean(self.loss(p, q, batch.labels), weights), numbers
 
 
+@alone
 def run(
     config: Online,
     corpus: recipe.Corpus,
@@ -274,6 +277,7 @@ def run(
             limits=config.limits,
             name=name,
             chat=config.chat,
+            banned=target.banned,
         )
         for texts, name in zip(corpus, corpus._fields, strict=True)
     )
@@ -288,9 +292,8 @@ def run(
             f"{room}"
         )
     width = min(target.vocab_size, drafter.vocab_size)
-    objective = Distillation(
-        drafter.lm, losses.named(config.loss, **config.loss_arguments), config.only_rejected, width
-    )
+    loss = losses.named(config.loss, **config.loss_arguments)
+    objective = Distillation(drafter.lm, loss, config.only_rejected, width, target.banned)
     fit(
         drafter.params,
         objective,
@@ -304,6 +307,7 @@ def run(
             params,
             held_out,
             width=width,
+            banned=target.banned,
             gamma=config.serving.num_tokens,
             dtype=settings.dtype,
         ),

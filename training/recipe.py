@@ -29,9 +29,18 @@ from training import data, hosts, readers
 from training.config import Batching, Strict, Training, differences
 
 CONFIG, INPUTS = "config.yaml", "inputs.json"
+ROWS = "rows_multiple"  # among the inputs: see `shape_inputs`
 # What a run without checkpoint leaves beside those two. The description goes first: while it is there, the
 # tokenizer is (`describe`).
 MADE = (orbax.MODEL, "tokenizer*.json", "chat_template.jinja", "metrics.jsonl", "text/drafter_*")
+# What configurations name by its place, and the inputs that tell what is there: models may move.
+PLACES = {
+    "target": ("target", "vocabulary"),
+    "checkpoint": ("checkpoint",),
+    "drafter": ("drafter",),
+    "drafter.checkpoint": ("drafter",),
+    "token_filter.reference": ("reference",),
+}
 Texts = Sequence[data.Record] | Sequence[data.Example]
 
 
@@ -79,6 +88,7 @@ def encode(
     limits: data.Limits,
     name: str,
     chat: bool = False,
+    banned: Sequence[int] = (),
 ) -> list[data.Example]:
     """Token ids; see `data.encode`. What was cut or left out is said on standard error."""
     if not texts:
@@ -87,7 +97,8 @@ def encode(
         return list(texts)  # type: ignore[arg-type]
     if tokenizer is None:
         raise ValueError(f"{name}: expected examples (token ids), because there is no tokenizer, got text")
-    examples, counts = data.encode(texts, tokenizer, encoder=encoder, limits=limits, chat=chat)  # type: ignore[arg-type]
+    settings = {"encoder": encoder, "limits": limits, "chat": chat, "banned": banned}
+    examples, counts = data.encode(texts, tokenizer, **settings)  # type: ignore[arg-type]
     if counts.examples != len(texts) or counts.truncated_sources or counts.truncated_targets:
         _say(f"{name}: {counts}")
     return examples
@@ -110,10 +121,20 @@ def batches(
         max_tokens=batching.max_tokens,
         buckets=batching.buckets,
         multiple=batching.multiple,
-        rows_multiple=training.accumulate * (1 if mesh is None else mesh.shape[parallel.DATA]),
+        rows_multiple=_rows_multiple(training, mesh),
         seed=training.seed,
         shuffle=shuffle,
     )
+
+
+def _rows_multiple(training: Training, mesh: Mesh | None) -> int:
+    return training.accumulate * (1 if mesh is None else mesh.shape[parallel.DATA])
+
+
+def shape_inputs(batching: Batching, training: Training, mesh: Mesh | None) -> dict[str, int]:
+    """What the rows of batches depend on beside the configuration, as inputs of the run: with ``max_tokens``
+    they are rounded down to what the mesh divides. A ``batch_size`` is the same on every mesh, or refused."""
+    return {} if batching.max_tokens is None else {ROWS: _rows_multiple(training, mesh)}
 
 
 def held_out(
@@ -153,6 +174,7 @@ def describe(folder: Path, model: Model) -> None:
             decoder_start=model.decoder_start,
             vocab_size=model.vocab_size,
             tokenizer=model.tokenizer,
+            banned=model.banned,
         )
         for path in sorted(fresh.iterdir(), key=lambda path: path.name == orbax.MODEL):
             os.replace(path, folder / path.name)
@@ -184,7 +206,7 @@ def open_folder(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, A
 
     A run of another configuration that has come to no checkpoint yet has nothing to lose: it is replaced.
     Keys that the stored configuration lacks count as their defaults, and inputs that it lacks as equal, so
-    that a version with more of them reads what an earlier one made.
+    that a version with more of them reads what an earlier one made. Where a model lies is no difference.
 
     Args:
       config: kept as ``config.yaml``; the same file starts the run again.
@@ -192,7 +214,8 @@ def open_folder(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, A
 
     Raises:
       ValueError: the folder was made with another configuration or other inputs, which the message names, or
-        it holds something else.
+        with a mesh that gives its batches other rows, or it holds something else. A finished run has no more
+        batches, and may be read on any mesh.
       OSError: the folder cannot be written.
     """
     inputs = json.loads(json.dumps(inputs))
@@ -210,7 +233,16 @@ def _opened(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, Any])
     finished = (folder / orbax.DONE).is_file()
     folder.mkdir(parents=True, exist_ok=True)
     changed = _changes(folder, config, inputs)
+    if finished and changed is not None:
+        changed = [key for key in changed if key != ROWS]
     if changed and (finished or orbax.complete_steps(folder / orbax.CHECKPOINTS)):
+        if changed == [ROWS]:
+            begun = json.loads((folder / INPUTS).read_text(encoding="utf-8"))[ROWS]
+            raise ValueError(
+                f"mesh: {folder} was begun with batches whose rows are multiples of {begun}, expected a mesh "
+                f"with the same, got multiples of {inputs[ROWS]} (the mesh's data axis times accumulate): "
+                "with max_tokens its batches would be others"
+            )
         raise ValueError(
             f"output: {folder} was made with another configuration, which differs in "
             f"{', '.join(changed)}; expected the same one, or a new folder"
@@ -245,7 +277,9 @@ def _changes(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, Any]
         old = type(config).model_validate(old).model_dump(mode="json")
     before = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
     known = {name: value for name, value in inputs.items() if name in before}
-    return differences(old, config.model_dump(mode="json")) + differences(before, known)
+    moved = {key for key, told in PLACES.items() if not before.keys().isdisjoint(told)}
+    changed = [key for key in differences(old, config.model_dump(mode="json")) if key not in moved]
+    return changed + differences(before, known)
 
 
 def text_fingerprint(examples: Sequence[Any]) -> str:
@@ -261,19 +295,42 @@ def text_fingerprint(examples: Sequence[Any]) -> str:
 
 
 @jax.jit
-def _checksums(leaves: list[Array]) -> list[Array]:
-    def checksum(x: Array) -> Array:
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
-        order = jax.lax.iota(jnp.uint32, bits.shape[0]) * jnp.uint32(2) + jnp.uint32(1)
-        return (bits * order).sum(dtype=jnp.uint32)  # modulo 2**32: the same in whatever order it is summed
+def _checksum(x: Array) -> Array:
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
+    order = jax.lax.iota(jnp.uint32, bits.shape[0]) * jnp.uint32(2) + jnp.uint32(1)
+    return (bits * order).sum(dtype=jnp.uint32)  # modulo 2**32: the same in whatever order it is summed
 
-    return [checksum(x) for x in leaves]
+
+def _told(value: Any) -> Any:
+    """A configuration as JSON values, without what is as its defaults have it: a field that a later version
+    adds says nothing of a model that does not use it.
+
+    >>> from jspec.models.rotary import Rotary
+    >>> _told((Rotary((1.0,)), Rotary((1.0,), scale=2.0)))
+    [['Rotary', {'frequencies': [1.0]}], ['Rotary', {'frequencies': [1.0], 'scale': 2.0}]]
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {
+            field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)
+        }
+        return [
+            type(value).__name__,
+            {name: _told(x) for name, (x, default) in given.items() if x != default},
+        ]
+    if isinstance(value, tuple | list):
+        return [_told(x) for x in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 def model_fingerprint(config: Any, params: PyTree) -> str:
-    """Of a model: equal for equal architecture, weights and precision, wherever these lie."""
+    """Of a model: equal for equal architecture, weights and precision, wherever these lie.
+
+    It is computed leaf by leaf, where the leaves are; those that are bound to no device go to the default
+    one, so for what was made under `parallel.on_host` this belongs there, too.
+    """
     leaves = jax.tree.leaves(params)
-    content = [repr(config), [int(x) for x in jax.device_get(_checksums(leaves))]]
+    told = json.dumps(_told(config), sort_keys=True) if dataclasses.is_dataclass(config) else repr(config)
+    content = [told, [int(_checksum(x)) for x in leaves]]
     floats = [str(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     if set(floats) - {"float32"}:  # weights that are rounded already compute otherwise in another precision
         content.append(floats)

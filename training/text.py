@@ -126,6 +126,8 @@ class Texts:
 
     Args:
       precision: batches come with the target's hidden states, rounded to it; None: without.
+    Raises:
+      ValueError: given buckets that would not hold every answer of the drafter.
     """
 
     def __init__(
@@ -144,14 +146,22 @@ class Texts:
         console: rich.console.Console | None = None,
     ) -> None:
         start = target.decoder_start
+        longest = max(examples, key=lambda example: len(example.source)).source
+        largest = widths([Example(longest, [0] * writing.max_new_tokens)], start)
         if isinstance(batching.buckets, int):
             needed = widths(examples, start)
             if any(source.text != "references" for source in sources):
-                longest = max(examples, key=lambda example: len(example.source)).source
-                largest = widths([Example(longest, [0] * writing.max_new_tokens)], start)
                 needed = np.concatenate([needed, largest])
             edges = choose_edges(needed, batching.buckets, batching.multiple)
             batching = batching.model_copy(update={"buckets": tuple(edges)})
+        elif any(source.text == "drafter" for source in sources):  # written when training is under way
+            last = batching.buckets[-1] if batching.buckets else (0, 0)
+            if (largest[0] > np.array(last)).any():
+                raise ValueError(
+                    "buckets: expected the last one to hold the longest source with "
+                    f"{writing.max_new_tokens} tokens (max_new_tokens) of the drafter, "
+                    f"{tuple(largest[0].tolist())}, got {last}"
+                )
         self._own: list[_Own] = []
         parts: list[Any] = []
         for index, source in enumerate(sources):

@@ -100,6 +100,7 @@ def write_model(
     decoder_start: tuple[int, ...],
     vocab_size: int,
     tokenizer: tokenizers.Tokenizer | None,
+    banned: tuple[int, ...] = (),
 ) -> None:
     """Describe the model whose params the checkpoints of ``folder`` hold."""
     if tokenizer is not None:
@@ -109,6 +110,7 @@ def write_model(
         "eos": list(eos),
         "decoder_start": list(decoder_start),
         "vocab_size": vocab_size,
+        "banned": list(banned),
     }
     write_json(folder / MODEL, values)
 
@@ -144,6 +146,7 @@ class Run:
     eos: tuple[int, ...]
     decoder_start: tuple[int, ...]
     vocab_size: int
+    banned: tuple[int, ...]
     step: int
 
 
@@ -190,6 +193,7 @@ def load_run(folder: Path, dtype: DTypeLike = "float32", *, mesh: Mesh | None = 
         tuple(values["eos"]),
         tuple(values["decoder_start"]),
         values["vocab_size"],
+        tuple(values.get("banned", ())),  # descriptions of earlier versions have none
         step,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Collection
@@ -30,8 +31,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
 
 
-def find_folder(path_or_id: str | Path) -> Path:
-    """A local folder as it is, or the snapshot of a Hub id (downloaded unless HF_HUB_OFFLINE is set).
+def find_folder(path_or_id: str | Path, *, files: Collection[str] = ()) -> Path:
+    """A local folder as it is, or the snapshot of a Hub id (downloaded unless HF_HUB_OFFLINE is set), of which
+    ``files`` are wanted, too.
 
     Raises:
         FileNotFoundError: neither a folder with a config.json nor a model that can be reached.
@@ -45,7 +47,7 @@ def find_folder(path_or_id: str | Path) -> Path:
         # Only the top folder: others hold copies for other runtimes, "consolidated" is one more.
         return Path(
             huggingface_hub.snapshot_download(
-                str(path_or_id), allow_patterns=PATTERNS, ignore_patterns=["*/*", "consolidated*"]
+                str(path_or_id), allow_patterns=[*PATTERNS, *files], ignore_patterns=["*/*", "consolidated*"]
             )
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
@@ -67,13 +69,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Tensors:
-    """The tensors of a folder's safetensors files, by name."""
+    """The tensors of a folder's safetensors files, by name; of ``single`` alone, if a file is named."""
 
-    def __init__(self, folder: Path):
-        if (folder / INDEX).is_file():
+    def __init__(self, folder: Path, single: str | None = None):
+        if single is None and (folder / INDEX).is_file():
             files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         else:
-            files = [SINGLE]
+            files = [single or SINGLE]
         self.files: dict[str, tuple[Path, Any]] = {}
         for path in (folder / file for file in files):
             if not path.is_file():
@@ -83,6 +85,11 @@ class Tensors:
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path}: truncated or not a safetensors file ({error})") from error
             self.files |= dict.fromkeys(opened.keys(), (path, opened))
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of all tensors; nothing but the header is read."""
+        return {name: tuple(opened.get_slice(name).get_shape()) for name, (_, opened) in self.files.items()}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, in its own dtype."""

@@ -1,0 +1,378 @@
+"""What the layouts of public draft heads share: how one is described, found, read and written.
+
+A layout is a mapping of its config.json, both ways, and one table of its tensors, as a model family is
+(`jspec.models.families`). The rest is here: the reduced vocabulary (``d2t``, ``t2d``), frozen copies of the
+target's own tensors, and the refusal of a target that the head was not made for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from jspec.drafters.model import HasModel
+from jspec.drafters.nets import Network, Weights
+from jspec.io.hf import INDEX, SINGLE, Tensors, read_json
+from jspec.io.params import fill_tree, named
+from jspec.io.torch_file import TorchTensors
+from jspec.models.families.base import Transform
+from jspec.types import PyTree
+
+Raw = Mapping[str, Any]  # a config.json
+Shapes = Mapping[str, tuple[int, ...]]
+Table = Iterator[tuple[str, str, Transform]]  # path in the net, name in the checkpoint, what to do to it
+SAMPLED = 512  # rows of a frozen copy that are compared with the target's
+OFFSETS, MEMBERS = "d2t", "t2d"
+BUFFERS = (".rotary_emb.inv_freq",)  # endings of tensors that carry nothing
+
+
+class Layout(NamedTuple):
+    """One public layout.
+
+    ``config(raw, shapes, model)`` makes the config of the network from config.json, the shapes of the tensors
+    by name and the target; ``raw(config, model)`` what `config` reads of it, and what other programs ask for.
+    ``table(config)`` lists the tensors but for `d2t` and `t2d`.
+    """
+
+    name: str
+    kind: str  # of the network: a key of `jspec.drafters.kinds.KINDS`
+    fits: Callable[[Raw, Collection[str]], bool]
+    config: Callable[[Raw, Shapes, HasModel], Any]
+    table: Callable[[Any], Table]
+    raw: Callable[[Any, HasModel], dict[str, Any]]
+    settings: Callable[[Raw], dict[str, Any]] = lambda raw: {}  # of the drafter's factory, as config.json says
+    file: str = SINGLE
+    copies: Mapping[str, str] = {}  # names under which "embedding" or "head" of the target may be stored
+    stacked: tuple[str, ...] = ()  # entries of the net whose first axis the checkpoint has as separate tensors
+    rename: Callable[[str], str] = lambda name: name  # other spellings of a tensor's name -> the table's
+
+
+class Stored(Protocol):
+    """Tensors by name."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """All of them."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, in its own dtype."""
+        ...
+
+
+class Checkpoint(NamedTuple):
+    """A public checkpoint as it was read; `write` makes the same files of it.
+
+    ``raw`` is its config.json, ``extras`` the names of the tensors that say nothing the target or the other
+    tensors do not say (frozen copies, and an identity map of the vocabulary).
+    """
+
+    layout: Layout
+    network: Network
+    weights: Weights
+    raw: dict[str, Any]
+    extras: tuple[str, ...] = ()
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+FILES = (
+    SINGLE,
+    "medusa_lm_head.safetensors",
+    "hydra_lm_head.safetensors",
+    "pytorch_model.bin",
+    "medusa_lm_head.pt",
+    "hydra_lm_head.pt",
+)
+
+
+def open_tensors(folder: Path) -> Stored:
+    """The tensors of a head's folder, whatever it calls the file.
+
+    Raises:
+      FileNotFoundError: none of the known files is there.
+      ValueError: a broken file.
+    """
+    file = next((name for name in (INDEX, *FILES) if (folder / name).is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"{folder}: expected one of {', '.join((INDEX, *FILES))}")
+    if file.endswith((".bin", ".pt")):
+        return TorchTensors(folder / file)
+    return Tensors(folder, None if file == INDEX else file)
+
+
+# --- the target -------------------------------------------------------------------------------------
+
+
+def check_target(source: str, network: Network, model: HasModel) -> None:
+    """Refuse a target that the network was not made for.
+
+    Raises:
+      ValueError: another width, vocabulary, or fewer layers than the network reads; both numbers are said.
+    """
+    ours, theirs = network.config, model.lm.config
+    for field in ("width", "vocab_size"):
+        expected, found = getattr(ours, field, None), getattr(theirs, field, None)
+        if expected is not None and expected != found:
+            raise ValueError(
+                f"{source}: {field}: expected a target of {field} {expected}, for which it was made, got "
+                f"{found}"
+            )
+    layers, deepest = getattr(theirs, "num_layers", None), max(network.taps, default=0)
+    if layers is not None and deepest > layers:
+        raise ValueError(
+            f"{source}: taps: expected a target of at least {deepest} layers, for it reads what goes into "
+            f"layer {deepest} (taps {network.taps}), got {layers} layers"
+        )
+
+
+def check_theta(source: str, theta: float, model: HasModel) -> None:
+    """Refuse a rope base that is not the target's, where the target has one that can be told."""
+    found = rope_theta(model)
+    if found is not None and abs(theta / found - 1) > 1e-3:
+        raise ValueError(
+            f"{source}: rope_theta: expected a target of rope_theta {theta:g}, as the head's config says, got "
+            f"{found:g} (rope_theta={theta:g} loads it all the same)"
+        )
+
+
+def rope_theta(model: HasModel) -> float | None:
+    """The base of a target's rotary positions, from the ratio of its first frequencies, which most scalings
+    leave alone; None without rotary positions, or where their ratios differ.
+
+    >>> from types import SimpleNamespace
+    >>> from jspec.testing import tiny_decoder
+    >>> lm, params = tiny_decoder()
+    >>> round(rope_theta(SimpleNamespace(lm=lm, params=params)))
+    10000
+    """
+    rotary = getattr(model.lm.config, "rotary", None)
+    if rotary is None or len(rotary.frequencies) < 2:
+        return None
+    ratios = np.divide(rotary.frequencies[1:3], rotary.frequencies[: len(rotary.frequencies[1:3])])
+    if np.ptp(ratios) > 1e-4 * ratios[0]:
+        return None
+    return float(ratios[0] ** -len(rotary.frequencies))
+
+
+def _of_target(model: HasModel, what: str) -> jax.Array:
+    """The embedding [V, E], or the head as a checkpoint has it, [V, E]."""
+    params = model.params
+    if what == "head" and "unembedding" in params:
+        return params["unembedding"]["kernel"].T
+    return params["embedding"]
+
+
+def _check_copy(source: str, name: str, stored: np.ndarray, model: HasModel, what: str) -> None:
+    """Refuse a frozen copy of the target's tensor that is another target's."""
+    expected = _of_target(model, what)
+    if stored.shape != expected.shape:
+        raise ValueError(
+            f"{source}: {name}: expected the target's {what}, of shape {expected.shape}, got {stored.shape}"
+        )
+    rows = np.unique(np.linspace(0, len(stored) - 1, SAMPLED).astype(int))
+    ours = np.asarray(expected[rows].astype(jnp.float32))
+    gap = float(np.abs(stored[rows].astype(np.float32) - ours).max())
+    if gap > 0.02 * float(np.abs(ours).max()):
+        raise ValueError(
+            f"{source}: {name}: expected the target's own {what}, got another one (they differ by up to "
+            f"{gap:.3g}): it was made for another target, or trained its own, which is not supported"
+        )
+
+
+# --- the reduced vocabulary -------------------------------------------------------------------------
+
+
+def read_ids(source: str, stored: Stored, vocab_size: int, draft_vocab: int) -> np.ndarray:
+    """The target's ids of the head's columns: ``i + d2t[i]``.
+
+    Raises:
+      ValueError: not increasing ids below ``vocab_size``, of another number than the head's columns, or
+        others than those that ``t2d`` marks.
+    """
+    offsets = stored.read(OFFSETS).astype(np.int64)
+    if offsets.shape != (draft_vocab,):
+        raise ValueError(
+            f"{source}: {OFFSETS}: expected {draft_vocab} offsets, one a column of the head, got shape "
+            f"{offsets.shape}"
+        )
+    ids = np.arange(draft_vocab) + offsets
+    if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ValueError(f"{source}: {OFFSETS}: expected increasing ids below {vocab_size} once added up")
+    if MEMBERS in stored.shapes:
+        members = stored.read(MEMBERS).astype(bool)
+        if members.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(members), ids):
+            raise ValueError(
+                f"{source}: {MEMBERS}: expected {vocab_size} marks, set for the {draft_vocab} ids of {OFFSETS}, "
+                f"got {members.shape[0]}, of which {int(members.sum())} are set"
+            )
+    return ids
+
+
+def write_ids(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
+    """``d2t`` and ``t2d``.
+
+    >>> {name: x.tolist() for name, x in write_ids(np.array([1, 3]), 4).items()}
+    {'d2t': [1, 2], 't2d': [False, True, False, True]}
+    """
+    members = np.zeros(vocab_size, bool)
+    members[ids] = True
+    return {OFFSETS: ids.astype(np.int64) - np.arange(len(ids)), MEMBERS: members}
+
+
+# --- reading and writing ----------------------------------------------------------------------------
+
+
+def abstract(network: Network) -> PyTree:
+    """The network's parameters as `jax.ShapeDtypeStruct` leaves."""
+    return jax.eval_shape(network.init, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def read(
+    folder: Path,
+    layout: Layout,
+    make: Callable[[Any], Network],
+    model: HasModel,
+    dtype: DTypeLike | None = None,
+    rope: float | None = None,
+) -> Checkpoint:
+    """A head in ``layout``, for the target ``model``.
+
+    Args:
+      make: the network of a config.
+      dtype: of the weights (norms: float32); None: each as it is stored.
+      rope: a rope base other than the target's that is right all the same.
+    Raises:
+      ValueError: a missing, left-over or misshapen tensor, a setting that is not known, or a target that the
+        head was not made for; one line that begins with the folder.
+    """
+    source, raw, stored = str(folder), read_json(folder / "config.json"), open_tensors(folder)
+    names = {layout.rename(name): name for name in stored.shapes}
+    try:
+        config = layout.config(raw, {name: stored.shapes[theirs] for name, theirs in names.items()}, model)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    network = make(config)
+    check_target(source, network, model)
+    theta = theta_of(raw)
+    if theta is not None and rope != theta:
+        check_theta(source, theta, model)
+    table = list(layout.table(config))
+    used = {name for _, name, _ in table}
+    ids, extras = None, []
+    if (columns := getattr(config, "draft_vocab", None)) is not None and OFFSETS not in names:
+        raise ValueError(
+            f"{source}: {OFFSETS}: expected the ids of {columns} columns of {config.vocab_size} tokens, but it "
+            "is missing"
+        )
+    if OFFSETS in names:
+        ids = read_ids(source, stored, config.vocab_size, columns or config.vocab_size)
+        if columns is None:  # the whole vocabulary
+            ids, extras = None, [name for name in (OFFSETS, MEMBERS) if name in names]
+    for name, what in layout.copies.items():
+        if name in names and name not in used:
+            _check_copy(source, name, stored.read(names[name]), model, what)
+            extras.append(name)
+    known = {OFFSETS, MEMBERS, *extras}
+
+    def ignored(name: str) -> bool:
+        return name in known or name.endswith(BUFFERS)
+
+    def get(name: str) -> np.ndarray:
+        return stored.read(names[name])
+
+    loads = [(path, name, transform.load) for path, name, transform in table]
+    wanted = _apart(abstract(network), layout.stacked)
+    net = _together(fill_tree(wanted, loads, names, get, dtype, source, ignored), layout.stacked)
+    columns = None if ids is None else jnp.asarray(ids, jnp.int32)
+    return Checkpoint(layout, network, Weights(net, None, columns), raw, tuple(extras))
+
+
+def _apart(net: PyTree, stacked: tuple[str, ...]) -> PyTree:
+    """The net with entries [K, ...] (arrays or their shapes) as dicts of K parts."""
+
+    def parts(x: Any) -> dict[int, Any]:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return {i: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i in range(x.shape[0])}
+        return dict(enumerate(x))
+
+    return {name: parts(entry) if name in stacked else entry for name, entry in net.items()}
+
+
+def _together(net: PyTree, stacked: tuple[str, ...]) -> PyTree:
+    return {
+        name: jnp.stack([entry[i] for i in range(len(entry))]) if name in stacked else entry
+        for name, entry in net.items()
+    }
+
+
+def theta_of(raw: Raw) -> float | None:
+    """The rope base that a config.json states."""
+    raw = raw.get("transformer_layer_config") or raw
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    return None if theta is None else float(theta)
+
+
+def write(
+    folder: Path,
+    layout: Layout,
+    config: Any,
+    weights: Weights,
+    model: HasModel,
+    raw: Raw | None = None,
+    extras: Collection[str] = (),
+) -> Path:
+    """A head as a folder in ``layout``: config.json and one file of tensors, each in its own dtype.
+
+    Args:
+      raw: entries of config.json to add (those of a `Checkpoint`); they must not say another network.
+      extras: tensors to write that say nothing new: names of ``layout.copies``, ``d2t`` and ``t2d``.
+    Raises:
+      ValueError: the layout cannot express the network (the message says what it loses), or the folder is
+        not empty.
+    """
+    tensors = named(_apart(weights.net, layout.stacked), layout.table(config))
+    if weights.ids is not None:
+        tensors |= write_ids(np.asarray(weights.ids), config.vocab_size)
+    dtype = next((x.dtype for x in tensors.values() if x.dtype.kind not in "bi"), np.dtype(np.float32))
+    for name in extras:
+        if name in layout.copies:
+            tensors[name] = np.ascontiguousarray(_of_target(model, layout.copies[name]).astype(dtype))
+        elif name in (OFFSETS, MEMBERS):
+            tensors[name] = write_ids(np.arange(config.vocab_size), config.vocab_size)[name]
+        else:
+            known = ", ".join((*layout.copies, OFFSETS, MEMBERS))
+            raise ValueError(f"extras: expected names among {known}, got {name!r}")
+    values = {**layout.raw(config, model), **(raw or {})}
+    made = layout.config(values, {name: x.shape for name, x in tensors.items()}, model)
+    if made != config:
+        raise ValueError(f"config: the layout {layout.name} cannot say {_difference(config, made)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"folder: expected a new or an empty one, got {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        save_file(tensors, folder / layout.file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder}: cannot write {layout.file} ({error})") from error
+    (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def _difference(ours: Any, theirs: Any) -> str:
+    """The fields in which two configs differ."""
+    if type(ours) is not type(theirs):
+        return f"{type(ours).__name__}, only {type(theirs).__name__}"
+    names = [field.name for field in dataclasses.fields(ours)]
+    said = [f"{name} = {getattr(ours, name)!r}" for name in names if getattr(ours, name) != getattr(theirs, name)]
+    return ", ".join(said)

@@ -73,7 +73,17 @@ class Hub(_Source):
     target: str
 
 
-DataConfig = Annotated[Jsonl | Tsv | Parallel | Hub, pydantic.Field(discriminator="format")]
+_One = Annotated[Jsonl | Tsv | Parallel | Hub, pydantic.Field(discriminator="format")]
+
+
+class Several(Strict):
+    """The pairs of several files or data sets, one after the other."""
+
+    format: Literal["several"]
+    parts: Annotated[tuple[_One, ...], pydantic.Field(min_length=1)]
+
+
+DataConfig = Annotated[Jsonl | Tsv | Parallel | Hub | Several, pydantic.Field(discriminator="format")]
 
 
 class Corpus(NamedTuple):
@@ -103,6 +113,9 @@ def read(config: DataConfig, folder: str | Path = ".") -> Corpus:
     ...     read(Tsv(format="tsv", file="a.tsv", prefix="en-de: "), folder).records[1]
     Record(source='en-de: two', target='zwei')
     """
+    if isinstance(config, Several):
+        found = [read(part, folder) for part in config.parts]
+        return Corpus([record for part in found for record in part.records], sum(p.skipped for p in found))
     pairs = itertools.islice(_READERS[config.format](config, Path(folder).expanduser()), config.max_records)
     records: list[Record] = []
     skipped = 0

@@ -25,8 +25,8 @@ HeadKind = Literal["target", "rows", "own"]
 class Weights(NamedTuple):
     """Parameters of a draft network.
 
-    ``head`` is None where the target's head is used. ``ids`` are the target's ids of the head's columns,
-    increasing; None: column i is token i.
+    ``head`` is None where the target's head is used, or the net's own, the kernel ``net["head"]`` [E, Vd],
+    which is trained. ``ids`` are the target's ids of the head's columns, increasing; None: column i is token i.
     """
 
     net: PyTree
@@ -59,12 +59,17 @@ class Network(NamedTuple):
     -> logits [B, A, K, Vd]`` those of the K = ``num_tokens`` drafted tokens after each anchor, over the
     head's columns. ``taps`` are the target's layers it reads; none: the hidden state that the target's head
     reads.
+
+    ``details``, if there is one, is called as ``teach`` and returns these logits and more that a loss may
+    look at: "hidden" [B, A, K, E], what the net takes the target's hidden state to be where that law comes
+    from (EAGLE's regression, arXiv 2401.15077); "confidence" [B, A, K], the logit of its being accepted (DSpark).
     """
 
     init: Callable[[jax.Array], PyTree]
     teach: Callable[..., Float[Array, "B A K Vd"]]
     taps: tuple[int, ...]
     config: Any
+    details: Callable[..., tuple[Float[Array, "B A K Vd"], dict[str, Array]]] | None = None
 
 
 # --- what is read -----------------------------------------------------------------------------------
@@ -102,9 +107,12 @@ def logits(
     weights: Weights, target: LanguageModel, target_params: PyTree, hidden: Float[Array, "... E"]
 ) -> Float[Array, "... Vd"]:
     """Float32 logits over the head's columns."""
-    if weights.head is None:
+    head = weights.head
+    if head is None and isinstance(weights.net, dict):
+        head = weights.net.get("head")
+    if head is None:
         return target.head(target_params, hidden)
-    return jnp.matmul(hidden, weights.head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def spread(weights: Weights, logits: Float[Array, "... Vd"], vocab_size: int) -> Float[Array, "... V"]:

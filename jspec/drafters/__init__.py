@@ -1,6 +1,8 @@
 """Drafting methods: one factory a method, all returning `jspec.types.Drafter`."""
 
 from jspec.drafters.autoregressive import confidence, entropy_bound
+from jspec.drafters.head_nets import HeadsConfig, heads_network
+from jspec.drafters.heads import heads
 from jspec.drafters.jacobi import jacobi, lookahead
 from jspec.drafters.length import heuristic
 from jspec.drafters.model import model
@@ -17,10 +19,13 @@ NAMED = {
 
 __all__ = [
     "NAMED",
+    "HeadsConfig",
     "NgramTable",
     "confidence",
     "early_exit",
     "entropy_bound",
+    "heads",
+    "heads_network",
     "heuristic",
     "jacobi",
     "load_ngram",

@@ -26,7 +26,7 @@ from jspec.io.hf import INDEX, SINGLE, Tensors, read_json
 from jspec.io.params import fill_tree, named
 from jspec.io.torch_file import TorchTensors
 from jspec.models.families.base import Transform
-from jspec.types import PyTree
+from jspec.types import Drafter, PyTree
 
 Raw = Mapping[str, Any]  # a config.json
 Shapes = Mapping[str, tuple[int, ...]]
@@ -41,11 +41,13 @@ class Layout(NamedTuple):
 
     ``config(raw, shapes, model)`` makes the config of the network from config.json, the shapes of the tensors
     by name and the target; ``raw(config, model)`` what `config` reads of it, and what other programs ask for.
-    ``table(config)`` lists the tensors but for `d2t` and `t2d`.
+    ``table(config)`` lists the tensors but for `d2t` and `t2d`; ``rename`` maps its names to those of a file
+    that may spell them otherwise.
     """
 
     name: str
-    kind: str  # of the network: a key of `jspec.drafters.kinds.KINDS`
+    network: Callable[[Any], Network]  # of the config
+    drafter: Callable[..., Drafter]  # (network, weights, **settings)
     fits: Callable[[Raw, Collection[str]], bool]
     config: Callable[[Raw, Shapes, HasModel], Any]
     table: Callable[[Any], Table]
@@ -54,7 +56,33 @@ class Layout(NamedTuple):
     file: str = SINGLE
     copies: Mapping[str, str] = {}  # names under which "embedding" or "head" of the target may be stored
     stacked: tuple[str, ...] = ()  # entries of the net whose first axis the checkpoint has as separate tensors
-    rename: Callable[[str], str] = lambda name: name  # other spellings of a tensor's name -> the table's
+    own_head: bool = False  # the checkpoint stores a head whether or not it is the target's
+    rename: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {name: name for name in names}
+    canonical: Callable[[Any], Any] = lambda config: config  # nothing left open that `config` fills in
+
+
+def respell(*pairs: tuple[str, str]) -> Callable[[Collection[str]], Mapping[str, str]]:
+    """A ``rename`` that replaces beginnings of stored names, one pair after the other.
+
+    >>> respell(("model.", ""), ("layers.0.", "midlayer."))(["model.layers.0.a", "b"])
+    {'midlayer.a': 'model.layers.0.a', 'b': 'b'}
+    """
+
+    def rename(names: Collection[str]) -> Mapping[str, str]:
+        found = {}
+        for name in names:
+            ours = name
+            for old, new in pairs:
+                ours = new + ours.removeprefix(old) if ours.startswith(old) else ours
+            found[ours] = name
+        return found
+
+    return rename
+
+
+def strip(prefix: str) -> Callable[[Collection[str]], Mapping[str, str]]:
+    """A ``rename`` of names that may begin with a prefix."""
+    return respell((prefix, ""))
 
 
 class Stored(Protocol):
@@ -241,7 +269,6 @@ def abstract(network: Network) -> PyTree:
 def read(
     folder: Path,
     layout: Layout,
-    make: Callable[[Any], Network],
     model: HasModel,
     dtype: DTypeLike | None = None,
     rope: float | None = None,
@@ -249,7 +276,6 @@ def read(
     """A head in ``layout``, for the target ``model``.
 
     Args:
-      make: the network of a config.
       dtype: of the weights (norms: float32); None: each as it is stored.
       rope: a rope base other than the target's that is right all the same.
     Raises:
@@ -257,12 +283,12 @@ def read(
         head was not made for; one line that begins with the folder.
     """
     source, raw, stored = str(folder), read_json(folder / "config.json"), open_tensors(folder)
-    names = {layout.rename(name): name for name in stored.shapes}
+    names = layout.rename(stored.shapes)
     try:
         config = layout.config(raw, {name: stored.shapes[theirs] for name, theirs in names.items()}, model)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-    network = make(config)
+    network = layout.network(config)
     check_target(source, network, model)
     theta = theta_of(raw)
     if theta is not None and rope != theta:

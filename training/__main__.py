@@ -78,6 +78,27 @@ def distill(
 
 
 @app.command()
+def drafter(config: Config, data: DataFolder = Path("."), output: Output = None) -> None:
+    """A network that reads the target's hidden states learns to draft for it."""
+    from training import drafter as recipes
+
+    _train(recipes, recipes.Drafter, config, data, output, console=_console())
+
+
+@app.command()
+def plan(config: Config, data: DataFolder = Path(".")) -> None:
+    """How long the text, features and training of a drafter take on this device, measured in a short burst."""
+    from training import config as configs
+    from training import drafter as recipes
+    from training import plan as plans
+    from training import recipe
+
+    settings = configs.load(config, recipes.Drafter)
+    for line in plans.lines(plans.measure(settings, recipe.read(settings.data, data))):
+        print(line)
+
+
+@app.command()
 def online(config: Config, data: DataFolder = Path("."), output: Output = None) -> None:
     """A drafter learns from the requests that it serves."""
     from training import online as recipes

@@ -54,7 +54,10 @@ def save(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     leaves, _ = jax.tree_util.tree_flatten_with_path(weights.net)
-    tensors = {f"net.{dotted(path)}": np.asarray(leaf if dtype is None else leaf.astype(dtype)) for path, leaf in leaves}
+    tensors = {
+        f"net.{dotted(path)}": np.asarray(leaf if dtype is None else leaf.astype(dtype))
+        for path, leaf in leaves
+    }
     if weights.ids is not None:
         tensors["ids"] = np.asarray(weights.ids, np.int32)
     unfinished = folder / f".{TENSORS}.tmp"
@@ -78,7 +81,9 @@ def load(folder: str | Path, target: HasModel) -> Stored:
         values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         kind, settings = values["kind"], values["config"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / CONFIG}: expected kind and config of a drafter, got: {error!r}") from None
+        raise ValueError(
+            f"{folder / CONFIG}: expected kind and config of a drafter, got: {error!r}"
+        ) from None
     config = kinds.build(kind, settings, f"{folder / CONFIG}: config")
     for name in kinds.OF_THE_TARGET:
         mine, its = getattr(config, name), getattr(target.lm.config, name)

@@ -32,11 +32,13 @@ class EagleConfig(RecurrentConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Config(RecurrentConfig):
     """EAGLE-3 (arXiv 2503.01840): ``fc [tapped layers] = f``; attention reads ``[norm E(x); norm f]``; the
-    residual is f alone; a norm before the head. The two switches are EAGLE-3.1's."""
+    residual is f alone; a norm before the head. The first two switches are EAGLE-3.1's, the third is that of
+    checkpoints by vllm-project/speculators."""
 
     taps: tuple[int, ...]  # the target's layers, by their inputs: `eagle3_taps` proposes three
     fc_norm: bool = False  # a norm on each tapped layer before fc
     feed_normed: bool = False  # later steps read the output behind the norm
+    normed_residual: bool = False  # the residual is norm f
 
     def __post_init__(self) -> None:
         if not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0:
@@ -72,10 +74,12 @@ class Eagle(Recurrence):
 
 
 class PairLayer(Layer):
-    """A layer over [E(x); f], 2E wide, whose attention reads both halves, and whose residual is f."""
+    """A layer over [E(x); f], 2E wide, whose attention reads both halves, and whose residual is f, or its norm
+    (``normed_residual``)."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, normed_residual: bool = False):
         super().__init__(config, rngs)
+        self.normed_residual = normed_residual
         self.attention = Attention(config, rngs, inputs=2 * config.width)
         self.embedding_norm = Norm(config.width, config)
 
@@ -93,9 +97,10 @@ class PairLayer(Layer):
         assert self.attention_norm is not None
         assert self.mlp_norm is not None
         embedded, carried = jnp.split(x, 2, axis=-1)
-        both = jnp.concatenate([self.embedding_norm(embedded), self.attention_norm(carried)], axis=-1)
+        normed = self.attention_norm(carried)
+        both = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
         y, rows = self.attention(both, cached, pending, seen, angles)
-        x = carried + y
+        x = (normed if self.normed_residual else carried) + y
         return x + self.mlp(self.mlp_norm(x)), rows
 
 
@@ -105,7 +110,7 @@ class Eagle3(Recurrence):
 
     def __init__(self, config: Eagle3Config, rngs: nnx.Rngs):
         super().__init__(config, rngs)
-        self.stack.layers[0] = PairLayer(config.decoder, rngs)
+        self.stack.layers[0] = PairLayer(config.decoder, rngs, config.normed_residual)
         self.fc = Linear(len(config.taps) * config.width, config.width, bias=False, rngs=rngs)
         norms = [Norm(config.width, config.decoder) for _ in config.taps]
         self.fc_norm = nnx.List(norms) if config.fc_norm else None

@@ -43,6 +43,7 @@ class HeadsConfig:
     mlp_width: int | None = None  # of blockwise: units of the hidden layer for each head; None: 4 E
     head: HeadKind = "target"  # "own": one [E, Vd] kernel a head, as Medusa's are
     draft_vocab: int | None = None  # Vd, columns of the head; None: V
+    head_bias: bool = False  # of "own" heads: Hydra's have one
 
     def __post_init__(self) -> None:
         check(self.kind in KINDS, "kind", f"one of {', '.join(KINDS)}", self.kind)
@@ -57,6 +58,9 @@ class HeadsConfig:
             self.mlp_width,
         )
         check(self.head in ("target", "rows", "own"), "head", "'target', 'rows' or 'own'", self.head)
+        check(
+            not self.head_bias or self.head == "own", "head_bias", "false unless head = 'own'", self.head_bias
+        )
         columns = self.draft_vocab
         check(
             columns is None if self.head == "target" else columns is not None or self.head == "own",
@@ -131,6 +135,7 @@ class Heads(nnx.Module):
         self.head = (
             nnx.Param(jax.random.normal(rngs.params(), shape) * c.width**-0.5) if c.head == "own" else None
         )
+        self.head_bias = nnx.Param(jnp.zeros((c.num_heads, c.columns))) if c.head_bias else None
 
     def at_once(self, hidden: Float[Array, "... E"], num_tokens: int) -> Float[Array, "... K E"]:
         """The first heads' outputs, where none depends on another."""
@@ -166,8 +171,13 @@ class Bound(NamedTuple):
         own = self.module.head
         if own is None:
             return nets.logits(self.weights, self.target, self.target_params, outputs)
-        kernels = own[...][first : first + outputs.shape[-2]]
-        return jnp.einsum("...ke,kev->...kv", outputs, kernels, preferred_element_type=jnp.float32)
+        count, bias = outputs.shape[-2], self.module.head_bias
+        kernels = own[...][first : first + count]
+        logits = jnp.einsum("...ke,kev->...kv", outputs, kernels, preferred_element_type=jnp.float32)
+        if bias is None:
+            return logits
+        bias = bias[...][first : first + count].astype(jnp.float32)
+        return logits + jnp.expand_dims(bias, tuple(range(logits.ndim - 2)))
 
     def at_once(self, hidden: Float[Array, "... E"], num_tokens: int) -> Float[Array, "... K Vd"]:
         """The logits of independent heads."""
@@ -208,8 +218,8 @@ def heads_network(config: HeadsConfig) -> Network:
 
     ``init(key)`` makes a nested dict: ``heads[k]["blocks"][i]`` with ``linear`` and, where it narrows,
     ``skip`` (each ``kernel`` [in, out] and ``bias``); of blockwise heads ``up`` and ``down``; and with
-    ``head="own"`` ``head`` [K, E, Vd], random, which the caller may set to the target's. At first every other
-    head repeats what the target's head says, the root.
+    ``head="own"`` ``head`` [K, E, Vd], random, which the caller may set to the target's, and ``head_bias``
+    [K, Vd] where the config has one. At first every other head repeats what the target's head says, the root.
 
     >>> network = heads_network(HeadsConfig(kind="medusa", width=8, vocab_size=11, num_heads=2))
     >>> jax.tree.map(jnp.shape, network.init(jax.random.key(0)))["heads"][1]

@@ -1,4 +1,5 @@
-"""Files that ``torch.save`` wrote (``.bin``, ``.pt``), read without PyTorch and without running what they say.
+"""Files of ``torch.save`` (``.bin``, ``.pt``), read and written without PyTorch, and without running what they
+say.
 
 Such a file is a zip archive: ``NAME/data.pkl`` pickles a dict of tensors, each a storage (a file
 ``NAME/data/KEY`` of raw little-endian numbers), an offset, a shape and strides. The unpickler here knows
@@ -9,8 +10,10 @@ zip archive) is refused.
 from __future__ import annotations
 
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +77,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class TorchTensors:
-    """The tensors of such a file, by name; read when asked for.
+    """The tensors of such a file, by name, read when asked for; "" is that of a file that is one tensor.
+    ``numbers`` are the integers beside them.
 
     Raises:
       ValueError: not such a file, or one that holds more than a dict of tensors.
@@ -94,9 +98,12 @@ class TorchTensors:
                 found = _Unpickler(file).load()
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: expected a dict of tensors, but {error}") from None
-        if not isinstance(found, dict) or not all(isinstance(value, _Lazy) for value in found.values()):
+        if isinstance(found, _Lazy):
+            found = {"": found}
+        if not isinstance(found, dict) or not all(isinstance(x, (_Lazy, int)) for x in found.values()):
             raise ValueError(f"{path}: expected a dict of tensors")
-        self.files: dict[str, _Lazy] = {str(name): value for name, value in found.items()}
+        self.files = {str(name): value for name, value in found.items() if isinstance(value, _Lazy)}
+        self.numbers = {str(name): value for name, value in found.items() if isinstance(value, int)}
         self.shapes = {name: value.shape for name, value in self.files.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -113,3 +120,57 @@ class TorchTensors:
             raise ValueError(f"{self.path}: cannot read {name}: its numbers are not all there")
         steps = tuple(step * data.itemsize for step in strides)
         return np.lib.stride_tricks.as_strided(data[offset:], shape, steps, writeable=False)
+
+
+# --- writing ----------------------------------------------------------------------------------------
+
+
+def save_torch(path: Path, entries: Mapping[str, np.ndarray | int]) -> None:
+    """Write a dict of tensors (and integers) as ``torch.save`` would, for ``torch.load`` to read.
+
+    Raises:
+      ValueError: a tensor of a type that PyTorch has not.
+      OSError: it cannot be written.
+    """
+    names = {np.dtype(dtype): name for name, dtype in STORAGES.items()}
+    pickled, storages = [b"\x80\x02}"], []  # protocol 2, an empty dict
+    for name, value in entries.items():
+        pickled.append(_text(name))
+        if isinstance(value, int):
+            pickled.append(_number(value))
+        elif value.dtype not in names:
+            raise ValueError(f"{name}: expected a type that PyTorch has, got {value.dtype}")
+        else:
+            pickled.append(_rebuild(value, names[value.dtype], str(len(storages))))
+            storages.append(value)
+        pickled.append(b"s")  # into the dict
+    pickled.append(b".")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        file.writestr("archive/data.pkl", b"".join(pickled))
+        for i, value in enumerate(storages):
+            file.writestr(f"archive/data/{i}", np.ascontiguousarray(value).tobytes())
+        file.writestr("archive/version", b"3\n")
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _number(value: int) -> bytes:
+    data = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def _rebuild(value: np.ndarray, storage: str, key: str) -> bytes:
+    """``_rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())``."""
+
+    def numbers(values: tuple[int, ...]) -> bytes:
+        return b"(" + b"".join(map(_number, values)) + b"t"
+
+    strides = tuple(int(np.prod(value.shape[i + 1 :])) for i in range(value.ndim))
+    where = b"(" + _text("storage") + f"ctorch\n{storage}\n".encode() + _text(key) + _text("cpu")
+    where += _number(value.size) + b"tQ"
+    hooks = b"ccollections\nOrderedDict\n)R"
+    arguments = where + _number(0) + numbers(value.shape) + numbers(strides) + b"\x89" + hooks
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tR"

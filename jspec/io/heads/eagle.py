@@ -66,7 +66,7 @@ def _table(c: EagleConfig) -> Table:
         yield from norms(ours, theirs, names)
 
 
-def _raw(c: EagleConfig, model: HasModel) -> dict[str, Any]:
+def _raw(c: EagleConfig, model: HasModel, num_tokens: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         **sizes_raw(c, model, "llama"),
@@ -107,9 +107,9 @@ def _their_table(c: EagleConfig) -> Table:
         yield path, name, transform
 
 
-def _their_raw(c: EagleConfig, model: HasModel) -> dict[str, Any]:
+def _their_raw(c: EagleConfig, model: HasModel, num_tokens: int) -> dict[str, Any]:
     return {
-        **speculators_raw("eagle", "EagleSpeculator", model, 5),
+        **speculators_raw("eagle", "EagleSpeculator", model, num_tokens),
         "transformer_layer_architecture": "LlamaDecoderLayer",
         "transformer_layer_config": {**sizes_raw(c, model, "llama"), "attention_bias": c.qkv_bias},
         "layernorms": False,

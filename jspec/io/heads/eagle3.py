@@ -98,7 +98,7 @@ def _table(c: Eagle3Config, first: str = "midlayer") -> Table:
     yield "head", "lm_head.weight", TRANSPOSE
 
 
-def _raw(c: Eagle3Config, model: HasModel) -> dict[str, Any]:
+def _raw(c: Eagle3Config, model: HasModel, num_tokens: int) -> dict[str, Any]:
     outputs = [tap - 1 for tap in c.taps]
     told = {"eagle_config": {IDS: outputs, "use_aux_hidden_state": True}}
     return {
@@ -152,10 +152,10 @@ def _their_table(c: Eagle3Config) -> Table:
     return _table(c, "layers.0")
 
 
-def _their_raw(c: Eagle3Config, model: HasModel) -> dict[str, Any]:
+def _their_raw(c: Eagle3Config, model: HasModel, num_tokens: int) -> dict[str, Any]:
     kind = "qwen3" if c.qk_norm else "llama"
     return {
-        **speculators_raw("eagle3", "Eagle3Speculator", model, 5),
+        **speculators_raw("eagle3", "Eagle3Speculator", model, num_tokens),
         "transformer_layer_config": {**sizes_raw(c, model, kind), "attention_bias": c.qkv_bias},
         IDS: list(c.taps),
         "draft_vocab_size": c.columns,

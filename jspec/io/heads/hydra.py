@@ -80,7 +80,7 @@ def _table(c: HeadsConfig) -> Table:
             yield f"head_bias.{k}", f"hydra_lm_head.{k}.bias", SAME
 
 
-def _raw(c: HeadsConfig, model: HasModel) -> dict[str, Any]:
+def _raw(c: HeadsConfig, model: HasModel, num_tokens: int) -> dict[str, Any]:
     return {
         "hydra_num_heads": c.num_heads,
         "hydra_num_layers": c.layers,

@@ -21,10 +21,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jspec.drafters.model import HasModel
-from jspec.drafters.nets import Network, Weights
+from jspec.drafters.nets import Network, Weights, rows_of_head
 from jspec.io.hf import INDEX, SINGLE, Tensors, read_json
-from jspec.io.params import fill_tree, named
-from jspec.io.torch_file import TorchTensors
+from jspec.io.params import dotted, fill_tree, named
+from jspec.io.torch_file import TorchTensors, save_torch
+from jspec.models import is_norm
 from jspec.models.families.base import Transform
 from jspec.types import Drafter, PyTree
 
@@ -36,13 +37,24 @@ OFFSETS, MEMBERS = "d2t", "t2d"
 BUFFERS = (".rotary_emb.inv_freq",)  # endings of tensors that carry nothing
 
 
+class Lent(NamedTuple):
+    """What a net that borrows from the target says of it in a checkpoint: entries of config.json, and further
+    files by name, each a dict for `save_torch`."""
+
+    raw: dict[str, Any] = {}
+    files: dict[str, dict[str, Any]] = {}
+
+
 class Layout(NamedTuple):
     """One public layout.
 
     ``config(raw, shapes, model)`` makes the config of the network from config.json, the shapes of the tensors
-    by name and the target; ``raw(config, model)`` what `config` reads of it, and what other programs ask for.
+    by name and the target; ``raw(config, model, num_tokens)`` what `config` reads of it, and what other programs ask
+    for.
     ``table(config)`` lists the tensors but for `d2t` and `t2d`; ``rename`` maps its names to those of a file
-    that may spell them otherwise.
+    that may spell them otherwise. ``borrows`` names entries of the net that no tensor of the table makes:
+    ``borrowed(raw, folder, config, model)`` are these, and ``lend(config, net, model, raw)`` says what of them
+    goes into config.json and into further files.
     """
 
     name: str
@@ -51,7 +63,7 @@ class Layout(NamedTuple):
     fits: Callable[[Raw, Collection[str]], bool]
     config: Callable[[Raw, Shapes, HasModel], Any]
     table: Callable[[Any], Table]
-    raw: Callable[[Any, HasModel], dict[str, Any]]
+    raw: Callable[[Any, HasModel, int], dict[str, Any]]
     settings: Callable[[Raw], dict[str, Any]] = lambda raw: {}  # of the drafter's factory, as config.json says
     file: str = SINGLE
     copies: Mapping[str, str] = {}  # names under which "embedding" or "head" of the target may be stored
@@ -59,6 +71,9 @@ class Layout(NamedTuple):
     own_head: bool = False  # the checkpoint stores a head whether or not it is the target's
     rename: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {name: name for name in names}
     canonical: Callable[[Any], Any] = lambda config: config  # nothing left open that `config` fills in
+    borrows: tuple[str, ...] = ()
+    borrowed: Callable[[Raw, Path, Any, HasModel], dict[str, jax.Array]] = lambda *_: {}
+    lend: Callable[[Any, PyTree, HasModel, Raw], Lent] = lambda *_: Lent()
 
 
 def respell(*pairs: tuple[str, str]) -> Callable[[Collection[str]], Mapping[str, str]]:
@@ -318,10 +333,15 @@ def read(
         return stored.read(names[name])
 
     loads = [(path, name, transform.load) for path, name, transform in table]
-    wanted = _apart(abstract(network), layout.stacked)
-    net = _together(fill_tree(wanted, loads, names, get, dtype, source, ignored), layout.stacked)
+    borrowed = layout.borrowed(raw, folder, config, model)
+    wanted = {name: entry for name, entry in abstract(network).items() if name not in borrowed}
+    filled = fill_tree(_apart(wanted, layout.stacked), loads, names, get, dtype, source, ignored)
+    net = _together(filled, layout.stacked)
+    kind = _main_dtype(net)
+    net |= {name: x.astype(kind) for name, x in borrowed.items()}
     columns = None if ids is None else jnp.asarray(ids, jnp.int32)
-    return Checkpoint(layout, network, Weights(net, None, columns), raw, tuple(extras))
+    head = rows_of_head(model.lm, model.params, columns) if config.head == "rows" else None
+    return Checkpoint(layout, network, Weights(net, head, columns), raw, tuple(extras))
 
 
 def _apart(net: PyTree, stacked: tuple[str, ...]) -> PyTree:
@@ -358,20 +378,29 @@ def write(
     model: HasModel,
     raw: Raw | None = None,
     extras: Collection[str] = (),
+    num_tokens: int = 7,
 ) -> Path:
     """A head as a folder in ``layout``: config.json and one file of tensors, each in its own dtype.
 
     Args:
       raw: entries of config.json to add (those of a `Checkpoint`); they must not say another network.
       extras: tensors to write that say nothing new: names of ``layout.copies``, ``d2t`` and ``t2d``.
+      num_tokens: the length of a draft that config.json proposes, where the layout does.
     Raises:
       ValueError: the layout cannot express the network (the message says what it loses), or the folder is
         not empty.
     """
-    tensors = named(_apart(weights.net, layout.stacked), layout.table(config))
+    config = layout.canonical(config)
+    if layout.own_head and config.head != "own":
+        config, weights = with_head(config, weights, model)
+    net, table = _apart(weights.net, layout.stacked), list(layout.table(config))
+    have = {dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(net)} - set(layout.borrows)
+    if homeless := sorted(have ^ {path for path, _, _ in table}):
+        raise ValueError(f"config: the layout {layout.name} has no such parameters: {', '.join(homeless)}")
+    tensors = named(net, table)
     if weights.ids is not None:
         tensors |= write_ids(np.asarray(weights.ids), config.vocab_size)
-    dtype = next((x.dtype for x in tensors.values() if x.dtype.kind not in "bi"), np.dtype(np.float32))
+    dtype = np.dtype(_main_dtype(weights.net))
     for name in extras:
         if name in layout.copies:
             tensors[name] = np.ascontiguousarray(_of_target(model, layout.copies[name]).astype(dtype))
@@ -380,7 +409,8 @@ def write(
         else:
             known = ", ".join((*layout.copies, OFFSETS, MEMBERS))
             raise ValueError(f"extras: expected names among {known}, got {name!r}")
-    values = {**layout.raw(config, model), **(raw or {})}
+    lent = layout.lend(config, weights.net, model, raw or {})
+    values = {**layout.raw(config, model, num_tokens), **(raw or {}), **lent.raw}
     made = layout.config(values, {name: x.shape for name, x in tensors.items()}, model)
     if made != config:
         raise ValueError(f"config: the layout {layout.name} cannot say {_difference(config, made)}")
@@ -391,8 +421,30 @@ def write(
         save_file(tensors, folder / layout.file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{folder}: cannot write {layout.file} ({error})") from error
+    for name, entries in lent.files.items():
+        save_torch(folder / name, entries)
     (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     return folder
+
+
+def with_head(config: Any, weights: Weights, model: HasModel) -> tuple[Any, Weights]:
+    """The network with a head of its own that says what the target's, or rows of it, did."""
+    kernel = weights.head
+    if kernel is None:
+        kernel = rows_of_head(model.lm, model.params, jnp.arange(config.vocab_size))
+    kernel = kernel.astype(_main_dtype(weights.net))
+    if hasattr(config, "head_bias"):  # one a head
+        kernel = jnp.broadcast_to(kernel[None], (config.num_heads, *kernel.shape))
+    return (
+        dataclasses.replace(config, head="own"),
+        Weights(weights.net | {"head": kernel}, None, weights.ids),
+    )
+
+
+def _main_dtype(net: PyTree) -> Any:
+    """That of the kernels; norms may be float32."""
+    leaves = jax.tree_util.tree_leaves_with_path(net)
+    return next(x.dtype for path, x in leaves if not is_norm(path))
 
 
 def _difference(ours: Any, theirs: Any) -> str:

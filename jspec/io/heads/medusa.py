@@ -56,7 +56,7 @@ def _table(c: HeadsConfig) -> Table:
         yield f"head.{k}", f"{k}.{c.layers}.weight", TRANSPOSE
 
 
-def _raw(c: HeadsConfig, model: HasModel) -> dict[str, Any]:
+def _raw(c: HeadsConfig, model: HasModel, num_tokens: int) -> dict[str, Any]:
     return {
         "medusa_num_heads": c.num_heads,
         "medusa_num_layers": c.layers,

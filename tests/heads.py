@@ -231,14 +231,18 @@ SMALL_HEADS = {
 
 def dspark(r: Random, model: Target) -> tuple[dict, Tensors]:
     """DeepSpec's: settings at the top, copies of the target's embedding and head."""
-    raw = QWEN | SMALL_HEADS | {
-        "architectures": ["Qwen3DSparkModel"],
-        "block_size": 3,
-        "num_target_layers": L,
-        "mask_token_id": MASK,
-        "target_layer_ids": [-1, 3],
-        "num_anchors": 512,
-    }
+    raw = (
+        QWEN
+        | SMALL_HEADS
+        | {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": 3,
+            "num_target_layers": L,
+            "mask_token_id": MASK,
+            "target_layer_ids": [-1, 3],
+            "num_anchors": 512,
+        }
+    )
     copies = {"embed_tokens.weight": _copy(model, r.dtype)}
     head = np.asarray(model.params["unembedding"]["kernel"]).T.astype(r.dtype)
     copies["lm_head.weight"] = np.ascontiguousarray(head)
@@ -362,7 +366,10 @@ def _layer(
     scores = np.where(seen[None], scores, -np.inf)
     laws = np.exp(scores - scores.max(-1, keepdims=True))
     laws /= laws.sum(-1, keepdims=True)
-    x = residual + np.einsum("hqk,khd->qhd", laws, v).reshape(len(q), -1) @ w[f"{name}.self_attn.o_proj.weight"].T
+    x = (
+        residual
+        + np.einsum("hqk,khd->qhd", laws, v).reshape(len(q), -1) @ w[f"{name}.self_attn.o_proj.weight"].T
+    )
     y = _rms(x, w[f"{name}.post_attention_layernorm.weight"])
     gate = _silu(y @ w[f"{name}.mlp.gate_proj.weight"].T) * (y @ w[f"{name}.mlp.up_proj.weight"].T)
     return x + gate @ w[f"{name}.mlp.down_proj.weight"].T

@@ -1,9 +1,6 @@
 """Public checkpoints of draft heads: read, written, held against what their own programs compute, refused."""
 
 import json
-import sys
-import types
-from collections import OrderedDict
 
 import heads as public
 import jax
@@ -16,7 +13,6 @@ from safetensors.numpy import load_file
 
 from jspec.drafters.nets import Text
 from jspec.io import heads
-from jspec.io.torch_file import TorchTensors, save_torch
 
 MAKERS = list(CHECKPOINTS)
 
@@ -43,7 +39,12 @@ def test_reading_and_writing_back_loses_nothing(maker, target, tmp_path):
     first = heads.read(folder, target)
     assert first.layout.name == CHECKPOINTS[maker]
     again = heads.write(
-        tmp_path / "ours", first.layout.name, first.network, first.weights, target, raw=first.raw,
+        tmp_path / "ours",
+        first.layout.name,
+        first.network,
+        first.weights,
+        target,
+        raw=first.raw,
         extras=first.extras,
     )
     written = load_file(again / first.layout.file)

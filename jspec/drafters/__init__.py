@@ -3,6 +3,7 @@
 from jspec.drafters.autoregressive import confidence, entropy_bound
 from jspec.drafters.beam import TreeSettings
 from jspec.drafters.eagle import Eagle3Config, EagleConfig, eagle, eagle3_taps, eagle_network
+from jspec.drafters.files import load, save
 from jspec.drafters.head_nets import HeadsConfig, heads_network
 from jspec.drafters.heads import heads
 from jspec.drafters.jacobi import jacobi, lookahead
@@ -39,6 +40,7 @@ __all__ = [
     "heads_network",
     "heuristic",
     "jacobi",
+    "load",
     "load_ngram",
     "lookahead",
     "model",
@@ -46,6 +48,7 @@ __all__ = [
     "mtp_network",
     "ngram",
     "plain",
+    "save",
     "save_ngram",
     "suffix",
     "token_recycling",

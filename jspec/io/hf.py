@@ -121,7 +121,7 @@ def _prefix(family: Family, names: Collection[str]) -> str:
     return prefix
 
 
-def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Config, Params, Path]:
+def load_hf(path_or_id: str | Path, dtype: DTypeLike | None = jnp.float32) -> tuple[Config, Params, Path]:
     """Architecture, params and folder of a checkpoint.
 
     A head that the config calls tied but that is stored, with other values than the embedding, is used, as
@@ -130,7 +130,7 @@ def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Con
     Args:
         path_or_id: a folder with config.json and safetensors (one file, or shards with their index), or the
             id of a model on the Hub.
-        dtype: of the params, norms excepted (float32); the model computes in it.
+        dtype: of the params, norms excepted (float32); the model computes in it. None: each as it is stored.
 
     Raises:
         FileNotFoundError: nothing there, or out of reach.
@@ -141,7 +141,8 @@ def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Con
     raw = read_json(folder / "config.json")
     family = registry.family(raw)
     config, tensors = family.config(raw), Tensors(folder)
-    check_dtype(config, dtype)
+    if dtype is not None:
+        check_dtype(config, dtype)
     names = set(tensors.files)
     prefix = _prefix(family, names)
 

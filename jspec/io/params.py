@@ -24,7 +24,7 @@ def fill(
     weights: Iterable[tuple[str, str, Load]],
     names: Iterable[str],
     read: Callable[[str], np.ndarray],
-    dtype: DTypeLike,
+    dtype: DTypeLike | None,
     source: str,
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> Params:

@@ -13,19 +13,21 @@ from jax.typing import DTypeLike
 
 from jspec.drafters.model import HasModel
 from jspec.drafters.nets import Network, Weights
-from jspec.io.heads import layout
+from jspec.io.heads import layout, pard
 from jspec.io.heads.dflash import DFLASH, DFLASH_SPECULATORS
 from jspec.io.heads.eagle import EAGLE, EAGLE_SPECULATORS
 from jspec.io.heads.eagle3 import EAGLE3, EAGLE3_SPECULATORS
 from jspec.io.heads.hydra import HYDRA
 from jspec.io.heads.layout import Checkpoint, Layout, Raw
 from jspec.io.heads.medusa import MEDUSA
+from jspec.io.heads.pard import PARD
 from jspec.io.hf import read_json
 
 #: In the order in which they are asked whether they know a checkpoint.
 LAYOUTS = {
     entry.name: entry
     for entry in (
+        PARD,
         EAGLE_SPECULATORS,
         EAGLE3_SPECULATORS,
         DFLASH_SPECULATORS,
@@ -62,7 +64,10 @@ def read(
 ) -> Checkpoint:
     """A public checkpoint for its target; see `layout.read`."""
     folder = Path(folder).expanduser()
-    return layout.read(folder, recognise(folder), model, dtype, rope_theta)
+    found = recognise(folder)
+    if found is PARD:
+        return pard.read(folder, model, dtype)
+    return layout.read(folder, found, model, dtype, rope_theta)
 
 
 def write(
@@ -84,5 +89,7 @@ def write(
     if name not in LAYOUTS:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {name!r}")
     folder = Path(folder).expanduser()
+    if LAYOUTS[name] is PARD:
+        return pard.write(folder, network, weights, model, raw)
     config: Any = network.config
     return layout.write(folder, LAYOUTS[name], config, weights, model, raw, extras, num_tokens)

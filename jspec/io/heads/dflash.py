@@ -59,7 +59,9 @@ HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidenc
 def _settings(raw: Raw) -> dict[str, Any]:
     """Those of the drafter, wherever they stand."""
     inner = raw.get("dflash_config") or {}
-    return {**{key: raw[key] for key in ("block_size", "mask_token_id", "target_layer_ids") if key in raw}} | {
+    return {
+        **{key: raw[key] for key in ("block_size", "mask_token_id", "target_layer_ids") if key in raw}
+    } | {
         **{key: raw[key] for key in HEADS if key in raw},
         **{key: value for key, value in inner.items() if value is not None},
     }

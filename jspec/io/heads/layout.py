@@ -22,6 +22,16 @@ from safetensors.numpy import save_file
 
 from jspec.drafters.model import HasModel
 from jspec.drafters.nets import Network, Weights, rows_of_head
+from jspec.io.heads.target import (
+    MEMBERS,
+    OFFSETS,
+    check_copy,
+    check_target,
+    check_theta,
+    of_target,
+    read_ids,
+    write_ids,
+)
 from jspec.io.hf import INDEX, SINGLE, Tensors, read_json
 from jspec.io.params import dotted, fill_tree, named
 from jspec.io.torch_file import TorchTensors, save_torch
@@ -32,8 +42,6 @@ from jspec.types import Drafter, PyTree
 Raw = Mapping[str, Any]  # a config.json
 Shapes = Mapping[str, tuple[int, ...]]
 Table = Iterator[tuple[str, str, Transform]]  # path in the net, name in the checkpoint, what to do to it
-SAMPLED = 512  # rows of a frozen copy that are compared with the target's
-OFFSETS, MEMBERS = "d2t", "t2d"
 BUFFERS = (".rotary_emb.inv_freq",)  # endings of tensors that carry nothing
 
 
@@ -64,10 +72,14 @@ class Layout(NamedTuple):
     config: Callable[[Raw, Shapes, HasModel], Any]
     table: Callable[[Any], Table]
     raw: Callable[[Any, HasModel, int], dict[str, Any]]
-    settings: Callable[[Raw], dict[str, Any]] = lambda raw: {}  # of the drafter's factory, as config.json says
+    settings: Callable[[Raw], dict[str, Any]] = (
+        lambda raw: {}
+    )  # of the drafter's factory, as config.json says
     file: str = SINGLE
     copies: Mapping[str, str] = {}  # names under which "embedding" or "head" of the target may be stored
-    stacked: tuple[str, ...] = ()  # entries of the net whose first axis the checkpoint has as separate tensors
+    stacked: tuple[
+        str, ...
+    ] = ()  # entries of the net whose first axis the checkpoint has as separate tensors
     own_head: bool = False  # the checkpoint stores a head whether or not it is the target's
     rename: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {name: name for name in names}
     canonical: Callable[[Any], Any] = lambda config: config  # nothing left open that `config` fills in
@@ -154,125 +166,6 @@ def open_tensors(folder: Path) -> Stored:
     return Tensors(folder, None if file == INDEX else file)
 
 
-# --- the target -------------------------------------------------------------------------------------
-
-
-def check_target(source: str, network: Network, model: HasModel) -> None:
-    """Refuse a target that the network was not made for.
-
-    Raises:
-      ValueError: another width, vocabulary, or fewer layers than the network reads; both numbers are said.
-    """
-    ours, theirs = network.config, model.lm.config
-    for field in ("width", "vocab_size"):
-        expected, found = getattr(ours, field, None), getattr(theirs, field, None)
-        if expected is not None and expected != found:
-            raise ValueError(
-                f"{source}: {field}: expected a target of {field} {expected}, for which it was made, got "
-                f"{found}"
-            )
-    layers, deepest = getattr(theirs, "num_layers", None), max(network.taps, default=0)
-    if layers is not None and deepest > layers:
-        raise ValueError(
-            f"{source}: taps: expected a target of at least {deepest} layers, for it reads what goes into "
-            f"layer {deepest} (taps {network.taps}), got {layers} layers"
-        )
-
-
-def check_theta(source: str, theta: float, model: HasModel) -> None:
-    """Refuse a rope base that is not the target's, where the target has one that can be told."""
-    found = rope_theta(model)
-    if found is not None and abs(theta / found - 1) > 1e-3:
-        raise ValueError(
-            f"{source}: rope_theta: expected a target of rope_theta {theta:g}, as the head's config says, got "
-            f"{found:g} (rope_theta={theta:g} loads it all the same)"
-        )
-
-
-def rope_theta(model: HasModel) -> float | None:
-    """The base of a target's rotary positions, from the ratio of its first frequencies, which most scalings
-    leave alone; None without rotary positions, or where their ratios differ.
-
-    >>> from types import SimpleNamespace
-    >>> from jspec.testing import tiny_decoder
-    >>> lm, params = tiny_decoder()
-    >>> round(rope_theta(SimpleNamespace(lm=lm, params=params)))
-    10000
-    """
-    rotary = getattr(model.lm.config, "rotary", None)
-    if rotary is None or len(rotary.frequencies) < 2:
-        return None
-    ratios = np.divide(rotary.frequencies[1:3], rotary.frequencies[: len(rotary.frequencies[1:3])])
-    if np.ptp(ratios) > 1e-4 * ratios[0]:
-        return None
-    return float(ratios[0] ** -len(rotary.frequencies))
-
-
-def _of_target(model: HasModel, what: str) -> jax.Array:
-    """The embedding [V, E], or the head as a checkpoint has it, [V, E]."""
-    params = model.params
-    if what == "head" and "unembedding" in params:
-        return params["unembedding"]["kernel"].T
-    return params["embedding"]
-
-
-def _check_copy(source: str, name: str, stored: np.ndarray, model: HasModel, what: str) -> None:
-    """Refuse a frozen copy of the target's tensor that is another target's."""
-    expected = _of_target(model, what)
-    if stored.shape != expected.shape:
-        raise ValueError(
-            f"{source}: {name}: expected the target's {what}, of shape {expected.shape}, got {stored.shape}"
-        )
-    rows = np.unique(np.linspace(0, len(stored) - 1, SAMPLED).astype(int))
-    ours = np.asarray(expected[rows].astype(jnp.float32))
-    gap = float(np.abs(stored[rows].astype(np.float32) - ours).max())
-    if gap > 0.02 * float(np.abs(ours).max()):
-        raise ValueError(
-            f"{source}: {name}: expected the target's own {what}, got another one (they differ by up to "
-            f"{gap:.3g}): it was made for another target, or trained its own, which is not supported"
-        )
-
-
-# --- the reduced vocabulary -------------------------------------------------------------------------
-
-
-def read_ids(source: str, stored: Stored, vocab_size: int, draft_vocab: int) -> np.ndarray:
-    """The target's ids of the head's columns: ``i + d2t[i]``.
-
-    Raises:
-      ValueError: not increasing ids below ``vocab_size``, of another number than the head's columns, or
-        others than those that ``t2d`` marks.
-    """
-    offsets = stored.read(OFFSETS).astype(np.int64)
-    if offsets.shape != (draft_vocab,):
-        raise ValueError(
-            f"{source}: {OFFSETS}: expected {draft_vocab} offsets, one a column of the head, got shape "
-            f"{offsets.shape}"
-        )
-    ids = np.arange(draft_vocab) + offsets
-    if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ValueError(f"{source}: {OFFSETS}: expected increasing ids below {vocab_size} once added up")
-    if MEMBERS in stored.shapes:
-        members = stored.read(MEMBERS).astype(bool)
-        if members.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(members), ids):
-            raise ValueError(
-                f"{source}: {MEMBERS}: expected {vocab_size} marks, set for the {draft_vocab} ids of {OFFSETS}, "
-                f"got {members.shape[0]}, of which {int(members.sum())} are set"
-            )
-    return ids
-
-
-def write_ids(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
-    """``d2t`` and ``t2d``.
-
-    >>> {name: x.tolist() for name, x in write_ids(np.array([1, 3]), 4).items()}
-    {'d2t': [1, 2], 't2d': [False, True, False, True]}
-    """
-    members = np.zeros(vocab_size, bool)
-    members[ids] = True
-    return {OFFSETS: ids.astype(np.int64) - np.arange(len(ids)), MEMBERS: members}
-
-
 # --- reading and writing ----------------------------------------------------------------------------
 
 
@@ -317,12 +210,14 @@ def read(
             "is missing"
         )
     if OFFSETS in names:
-        ids = read_ids(source, stored, config.vocab_size, columns or config.vocab_size)
+        members = stored.read(names[MEMBERS]) if MEMBERS in names else None
+        offsets = stored.read(names[OFFSETS])
+        ids = read_ids(source, offsets, members, config.vocab_size, columns or config.vocab_size)
         if columns is None:  # the whole vocabulary
             ids, extras = None, [name for name in (OFFSETS, MEMBERS) if name in names]
     for name, what in layout.copies.items():
         if name in names and name not in used:
-            _check_copy(source, name, stored.read(names[name]), model, what)
+            check_copy(source, name, stored.read(names[name]), model, what)
             extras.append(name)
     known = {OFFSETS, MEMBERS, *extras}
 
@@ -403,7 +298,7 @@ def write(
     dtype = np.dtype(_main_dtype(weights.net))
     for name in extras:
         if name in layout.copies:
-            tensors[name] = np.ascontiguousarray(_of_target(model, layout.copies[name]).astype(dtype))
+            tensors[name] = np.ascontiguousarray(of_target(model, layout.copies[name]).astype(dtype))
         elif name in (OFFSETS, MEMBERS):
             tensors[name] = write_ids(np.arange(config.vocab_size), config.vocab_size)[name]
         else:
@@ -452,5 +347,7 @@ def _difference(ours: Any, theirs: Any) -> str:
     if type(ours) is not type(theirs):
         return f"{type(ours).__name__}, only {type(theirs).__name__}"
     names = [field.name for field in dataclasses.fields(ours)]
-    said = [f"{name} = {getattr(ours, name)!r}" for name in names if getattr(ours, name) != getattr(theirs, name)]
+    said = [
+        f"{name} = {getattr(ours, name)!r}" for name in names if getattr(ours, name) != getattr(theirs, name)
+    ]
     return ", ".join(said)

@@ -27,7 +27,9 @@ PREFIX = "medusa_head."
 
 
 def _fits(raw: Raw, names: Collection[str]) -> bool:
-    return "medusa_num_heads" in raw or any(name.removeprefix(PREFIX) == "0.0.linear.weight" for name in names)
+    return "medusa_num_heads" in raw or any(
+        name.removeprefix(PREFIX) == "0.0.linear.weight" for name in names
+    )
 
 
 def _config(raw: Raw, shapes: Shapes, model: HasModel) -> HeadsConfig:
@@ -35,7 +37,9 @@ def _config(raw: Raw, shapes: Shapes, model: HasModel) -> HeadsConfig:
     layers = {int(match[1]): int(match[2]) for match in found if match}
     count = len(layers)
     if sorted(layers) != list(range(count)) or len(set(layers.values())) != 1:
-        raise ValueError(f"heads: expected tensors K.N.weight of heads 0, 1, ... of equal depth, got {layers}")
+        raise ValueError(
+            f"heads: expected tensors K.N.weight of heads 0, 1, ... of equal depth, got {layers}"
+        )
     told, depth = raw.get("medusa_num_heads", count), layers[0]
     if told > count:
         raise ValueError(f"medusa_num_heads: expected the tensors of {told} heads, got those of {count}")

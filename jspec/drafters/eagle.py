@@ -74,8 +74,8 @@ class Eagle(Recurrence):
 
 
 class PairLayer(Layer):
-    """A layer over [E(x); f], 2E wide, whose attention reads both halves, and whose residual is f, or its norm
-    (``normed_residual``)."""
+    """A layer over [E(x); f], 2E wide, whose attention reads both halves, and whose residual is f or, with
+    ``normed_residual``, norm f."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, normed_residual: bool = False):
         super().__init__(config, rngs)

@@ -73,8 +73,8 @@ def load(
       dtype: of the weights; None: the target's. Norms are float32.
       rope_theta: the base of a public drafter's rotary positions, where it is right that it differs from the
         target's.
-      settings: of the drafting method (``num_tokens``, ``sample``, ``proceed``, ``tree``, ...), instead of what
-        the checkpoint proposes.
+      settings: of the drafting method (``num_tokens``, ``sample``, ``proceed``, ``tree``, ...), instead of
+        what the checkpoint proposes.
     Raises:
       FileNotFoundError: nothing there.
       ValueError: a broken checkpoint, or one for another target: missing, left-over or misshapen tensors,

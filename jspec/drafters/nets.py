@@ -63,7 +63,8 @@ class Network(NamedTuple):
 
     ``details``, if there is one, is called as ``teach`` and returns these logits and more that a loss may
     look at: "hidden" [B, A, K, E], what the net takes the target's hidden state to be where that law comes
-    from (EAGLE's regression, arXiv 2401.15077); "confidence" [B, A, K], the logit of its being accepted (DSpark).
+    from (EAGLE's regression, arXiv 2401.15077); "confidence" [B, A, K], the logit of its being accepted
+    (DSpark).
     """
 
     init: Callable[[jax.Array], PyTree]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Collection
@@ -32,8 +31,8 @@ PATTERNS = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
 
 
 def find_folder(path_or_id: str | Path, *, files: Collection[str] = ()) -> Path:
-    """A local folder as it is, or the snapshot of a Hub id (downloaded unless HF_HUB_OFFLINE is set), of which
-    ``files`` are wanted, too.
+    """A local folder as it is, or the snapshot of a Hub id (downloaded unless HF_HUB_OFFLINE is set), with
+    further ``files``.
 
     Raises:
         FileNotFoundError: neither a folder with a config.json nor a model that can be reached.
@@ -86,7 +85,7 @@ class Tensors:
                 raise ValueError(f"{path}: truncated or not a safetensors file ({error})") from error
             self.files |= dict.fromkeys(opened.keys(), (path, opened))
 
-    @functools.cached_property
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Those of all tensors; nothing but the header is read."""
         return {name: tuple(opened.get_slice(name).get_shape()) for name, (_, opened) in self.files.items()}

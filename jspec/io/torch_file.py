@@ -1,5 +1,5 @@
-"""Files of ``torch.save`` (``.bin``, ``.pt``), read and written without PyTorch, and without running what they
-say.
+"""Files of ``torch.save`` (``.bin``, ``.pt``), read and written without PyTorch, and without running what
+they say.
 
 Such a file is a zip archive: ``NAME/data.pkl`` pickles a dict of tensors, each a storage (a file
 ``NAME/data/KEY`` of raw little-endian numbers), an offset, a shape and strides. The unpickler here knows

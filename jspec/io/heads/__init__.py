@@ -53,8 +53,8 @@ def recognise(folder: Path) -> Layout:
     found = next((entry for entry in LAYOUTS.values() if entry.fits(raw, names)), None)
     if found is None:
         raise ValueError(
-            f"{folder}: expected a drafter in one of the layouts {', '.join(LAYOUTS)}, but neither config.json nor "
-            "the names of its tensors are theirs"
+            f"{folder}: expected a drafter in one of the layouts {', '.join(LAYOUTS)}, but neither its "
+            "config.json nor the names of its tensors are theirs"
         )
     return found
 

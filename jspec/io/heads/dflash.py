@@ -1,10 +1,11 @@
 """DFlash and DSpark (arXiv 2607.05147), as z-lab/dflash, sgl-project/SpecForge and deepseek-ai/DeepSpec write
 them and as vllm-project/speculators does.
 
-Read from dflash/model.py of z-lab/dflash at 44947fb; specforge/modeling/draft/{dflash,dspark,dspark_heads}.py and
-configs/qwen3-8b-{dflash,dspark}.json of sgl-project/SpecForge at a6b6b02; deepspec/modeling/dspark/{common.py,
-qwen3/*.py} of deepseek-ai/DeepSpec at afdfa7c; src/speculators/{models,convert}/{dflash,dspark}/ of
-vllm-project/speculators at c05b95b. The tensors, over n tapped layers::
+Read from dflash/model.py (1012959) of z-lab/dflash; specforge/modeling/draft/{dflash,dspark,vocab_mixin}.py
+(2c7bdde, 1c2c647, 134669b) and configs/qwen3-8b-{dflash,dspark}.json of sgl-project/SpecForge;
+deepspec/modeling/dspark/{common.py,qwen3/} (3bc8dc7, 5905deb) of deepseek-ai/DeepSpec; src/speculators/
+{models,convert}/{dflash,dspark}/ (04013bd, 931c3a4, 0a09610, 021e21b) of vllm-project/speculators. The tensors,
+over n tapped layers::
 
     fc.weight [E, n E], hidden_norm.weight            what the target shows, fused
     layers.{i}.self_attn.{q,k,v,o}_proj.weight, {q,k}_norm.weight; layers.{i}.mlp.{gate,up,down}_proj.weight
@@ -17,12 +18,11 @@ vllm-project/speculators at c05b95b. The tensors, over n tapped layers::
 Settings stand at the top of config.json (DeepSpec) or in ``dflash_config`` (the others): ``block_size``,
 ``mask_token_id`` and ``target_layer_ids``, layers whose *outputs* are read (-1: the embedding). speculators
 list inputs, ``aux_hidden_state_layer_ids``. The last layer's output is refused: these programs read it behind
-the target's last norm, which is no tap. DFlash drafts block_size - 1 tokens, one a mask; DSpark's root predicts,
-too (``sample_from_anchor``), so it drafts block_size.
+the target's last norm, which is no tap. DFlash drafts block_size - 1 tokens, one a mask; DSpark's root
+predicts, too (``sample_from_anchor``), so it drafts block_size.
 
-The mask is a row of the target's embedding, that of ``mask_token_id``, unless mask_embedding.pt (vLLM) or a
-tensor ``mask_embedding`` replaces it; jspec's mask, which may have been trained, is written to mask_embedding.pt
-where it is no such row.
+The mask is a row of the target's embedding, that of ``mask_token_id``, unless mask_embedding.pt replaces it (a
+file that vLLM reads); jspec's mask, which may have been trained, is written there where it is no such row.
 """
 
 from __future__ import annotations
@@ -59,12 +59,9 @@ HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidenc
 def _settings(raw: Raw) -> dict[str, Any]:
     """Those of the drafter, wherever they stand."""
     inner = raw.get("dflash_config") or {}
-    return {
-        **{key: raw[key] for key in ("block_size", "mask_token_id", "target_layer_ids") if key in raw}
-    } | {
-        **{key: raw[key] for key in HEADS if key in raw},
-        **{key: value for key, value in inner.items() if value is not None},
-    }
+    keys = ("block_size", "mask_token_id", "target_layer_ids", *HEADS)
+    top = {key: raw[key] for key in keys if key in raw}
+    return top | {key: value for key, value in inner.items() if value is not None}
 
 
 def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
@@ -249,7 +246,7 @@ def _lend(config: BlockConfig, net: PyTree, model: HasModel, raw: Raw) -> Lent:
     same = np.flatnonzero(np.asarray((embedding.astype(mask.dtype) == mask[None]).all(1)))
     told = _mask_id(raw)
     if same.size:
-        return Lent(_mask_raw(raw, int(told if told in same else same[0])))
+        return Lent(_mask_raw(raw, told if told is not None and told in same else int(same[0])))
     last = config.vocab_size - 1
     token = told if told is not None else min(getattr(model, "vocab_size", last), last)
     return Lent(

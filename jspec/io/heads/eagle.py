@@ -1,9 +1,9 @@
 """EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858; the same weights), as SafeAILab/EAGLE writes them and as
 vllm-project/speculators does.
 
-Read from eagle/model/cnets1.py, eagle/model/ea_model.py and eagle/train/*.json of SafeAILab/EAGLE at cb7e084,
-and src/speculators/models/eagle.py and convert/eagle/eagle_converter.py of vllm-project/speculators at
-c05b95b. config.json is a Llama's (``num_hidden_layers`` 1, ``bias`` of fc, true where it is not said); the
+Read from eagle/model/cnets1.py (2174a79), eagle/model/ea_model.py (47de7b0) and eagle/train/*.json of
+SafeAILab/EAGLE, and src/speculators/models/eagle.py (0370128) and convert/eagle/eagle_converter.py (035f9e0)
+of vllm-project/speculators. config.json is a Llama's (``num_hidden_layers`` 1, ``bias`` of fc, true where it is not said); the
 tensors lie in pytorch_model.bin or model.safetensors::
 
     fc.weight [E, 2 E], fc.bias [E]                 over [embedding; hidden state]

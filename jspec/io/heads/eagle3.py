@@ -1,10 +1,10 @@
 """EAGLE-3 and 3.1 (arXiv 2503.01840), as SafeAILab/EAGLE and sgl-project/SpecForge write them and as
 vllm-project/speculators does.
 
-Read from eagle/model/cnets.py, eagle/traineagle3/{cnets.py,config.json} of SafeAILab/EAGLE at cb7e084;
-specforge/modeling/draft/llama3_eagle.py, configs/qwen3-30B-A3B-eagle3.1.json of sgl-project/SpecForge at
-a6b6b02; src/speculators/models/eagle3/{core,config,model_definitions}.py of vllm-project/speculators at
-c05b95b. The tensors, over a reduced vocabulary of Vd = ``draft_vocab_size`` tokens::
+Read from eagle/model/cnets.py (148042c), eagle/traineagle3/cnets.py (09fe6a0) and config.json of
+SafeAILab/EAGLE; specforge/modeling/draft/llama3_eagle.py (89241ea) and configs/qwen3-30B-A3B-eagle3.1.json
+(581664a) of sgl-project/SpecForge; src/speculators/models/eagle3/{core,config,model_definitions}.py (033c87f,
+11ecdd3, 08af5f4) of vllm-project/speculators. The tensors, over a reduced vocabulary of Vd = ``draft_vocab_size`` tokens::
 
     fc.weight [E, 3 E], fc_norm.{i}.weight [E]     of the tapped layers (``fc_norm``: EAGLE-3.1)
     midlayer.input_layernorm.weight                of the embedding
@@ -16,9 +16,9 @@ c05b95b. The tensors, over a reduced vocabulary of Vd = ``draft_vocab_size`` tok
     embed_tokens.weight [V, E]                     a frozen copy of the target's, often left out
 
 speculators say ``layers.0`` for ``midlayer`` and may have further layers; either spelling is read. Which of
-the target's layers are read: those whose *inputs* are 2, L // 2 and L - 3, unless ``eagle_config`` (SpecForge,
-SGLang) lists layers whose *outputs* are read, or, in a speculators config, ``eagle_aux_hidden_state_layer_ids``
-layers whose inputs are.
+the target's layers are read: the *inputs* of layers 2, L // 2 and L - 3, unless ``eagle_config`` (SpecForge,
+SGLang) lists layers whose *outputs* are, or, in a speculators config, ``eagle_aux_hidden_state_layer_ids``
+lists layers whose inputs are.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Hydra's heads (Ankner et al., arXiv 2402.05109), as zankner/Hydra writes them.
 
-Read from hydra/model/hydra_model.py, hydra/model/hydra_heads/mlp_head.py and prefix_mlp_head.py and
-hydra/train/train.py of zankner/Hydra at 3f39fbd. config.json has ``hydra_num_heads``, ``hydra_num_layers``,
-``hydra_head_arch`` ("mlp" here), ``grounded_heads`` (true: heads read drafted tokens), ``hidden_state_offset``
-and ``base_model_name_or_path``, no sizes; the tensors, K heads of n blocks, head k over (k + 2) E numbers::
+Read from hydra/model/hydra_model.py, hydra/model/hydra_heads/{mlp,prefix_mlp}_head.py and
+hydra/train/train.py of zankner/Hydra at 7f39cbd. config.json has ``hydra_num_heads``, ``hydra_num_layers``,
+``hydra_head_arch`` ("mlp" here), ``grounded_heads`` (true: heads read drafted tokens),
+``hidden_state_offset`` and ``base_model_name_or_path``, no sizes; the tensors lie in hydra_lm_head.pt, K heads
+of n blocks, head k over (k + 2) E numbers::
 
     hydra_mlp.{k}.0.linear.{weight [E, (k+2) E], bias}, hydra_mlp.{k}.0.res_connection.{weight, bias}
     hydra_mlp.{k}.{j}.linear.{weight [E, E], bias}           j = 1 ... n - 1
     hydra_lm_head.{k}.{weight [V, E], bias [V]}
 
-With dropout in between (as Hydra++ is built) the blocks are 1, 3, ... and the head is ``hydra_lm_head.{k}.1``;
-both spellings are read, the first is written. The original stores hydra_lm_head.pt, which needs PyTorch to be
-written: here the file is hydra_lm_head.safetensors, and either is read.
+With dropout in between (as Hydra++ is built) the blocks are 1, 3, ... and the head ``hydra_lm_head.{k}.1``;
+both spellings are read, the first is written. hydra_lm_head.safetensors is read, too.
 
 Hydra++ ("prefix-mlp") has a decoder layer below its heads, which jspec's have not: it is refused.
 """
@@ -99,7 +99,7 @@ HYDRA = Layout(
     _config,
     _table,
     _raw,
-    file="hydra_lm_head.safetensors",
+    file="hydra_lm_head.pt",
     stacked=("head", "head_bias"),
     own_head=True,
     rename=_rename,

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -49,20 +50,23 @@ class Lent(NamedTuple):
     """What a net that borrows from the target says of it in a checkpoint: entries of config.json, and further
     files by name, each a dict for `save_torch`."""
 
-    raw: dict[str, Any] = {}
-    files: dict[str, dict[str, Any]] = {}
+    raw: Mapping[str, Any] = MappingProxyType({})
+    files: Mapping[str, dict[str, Any]] = MappingProxyType({})
 
 
 class Layout(NamedTuple):
     """One public layout.
 
     ``config(raw, shapes, model)`` makes the config of the network from config.json, the shapes of the tensors
-    by name and the target; ``raw(config, model, num_tokens)`` what `config` reads of it, and what other programs ask
-    for.
+    by name and the target; ``raw(config, model, num_tokens)`` what `config` reads of it, and what other
+    programs ask for; ``settings(raw)`` are those of the drafter's factory that config.json proposes.
+
     ``table(config)`` lists the tensors but for `d2t` and `t2d`; ``rename`` maps its names to those of a file
-    that may spell them otherwise. ``borrows`` names entries of the net that no tensor of the table makes:
-    ``borrowed(raw, folder, config, model)`` are these, and ``lend(config, net, model, raw)`` says what of them
-    goes into config.json and into further files.
+    that may spell them otherwise. ``copies`` are names under which the target's "embedding" or "head" may be
+    stored, ``stacked`` entries of the net whose first axis the checkpoint has as tensors of their own.
+    ``borrows`` are entries of the net that no tensor of the table makes: ``borrowed(raw, folder, config,
+    model)`` reads them, and ``lend(config, net, model, raw)`` says what of them goes into config.json and
+    into further files.
     """
 
     name: str
@@ -72,14 +76,10 @@ class Layout(NamedTuple):
     config: Callable[[Raw, Shapes, HasModel], Any]
     table: Callable[[Any], Table]
     raw: Callable[[Any, HasModel, int], dict[str, Any]]
-    settings: Callable[[Raw], dict[str, Any]] = (
-        lambda raw: {}
-    )  # of the drafter's factory, as config.json says
+    settings: Callable[[Raw], dict[str, Any]] = lambda raw: {}
     file: str = SINGLE
-    copies: Mapping[str, str] = {}  # names under which "embedding" or "head" of the target may be stored
-    stacked: tuple[
-        str, ...
-    ] = ()  # entries of the net whose first axis the checkpoint has as separate tensors
+    copies: Mapping[str, str] = MappingProxyType({})
+    stacked: tuple[str, ...] = ()
     own_head: bool = False  # the checkpoint stores a head whether or not it is the target's
     rename: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {name: name for name in names}
     canonical: Callable[[Any], Any] = lambda config: config  # nothing left open that `config` fills in
@@ -116,7 +116,7 @@ class Stored(Protocol):
     """Tensors by name."""
 
     @property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """All of them."""
         ...
 
@@ -206,8 +206,8 @@ def read(
     ids, extras = None, []
     if (columns := getattr(config, "draft_vocab", None)) is not None and OFFSETS not in names:
         raise ValueError(
-            f"{source}: {OFFSETS}: expected the ids of {columns} columns of {config.vocab_size} tokens, but it "
-            "is missing"
+            f"{source}: {OFFSETS}: expected the ids of the {columns} columns among {config.vocab_size} tokens, "
+            "but it is missing"
         )
     if OFFSETS in names:
         members = stored.read(names[MEMBERS]) if MEMBERS in names else None
@@ -235,7 +235,9 @@ def read(
     kind = _main_dtype(net)
     net |= {name: x.astype(kind) for name, x in borrowed.items()}
     columns = None if ids is None else jnp.asarray(ids, jnp.int32)
-    head = rows_of_head(model.lm, model.params, columns) if config.head == "rows" else None
+    head = None
+    if config.head == "rows" and columns is not None:
+        head = rows_of_head(model.lm, model.params, columns)
     return Checkpoint(layout, network, Weights(net, head, columns), raw, tuple(extras))
 
 
@@ -313,7 +315,10 @@ def write(
         raise ValueError(f"folder: expected a new or an empty one, got {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        save_file(tensors, folder / layout.file, metadata={"format": "pt"})
+        if layout.file.endswith(".pt"):
+            save_torch(folder / layout.file, tensors)
+        else:
+            save_file(tensors, folder / layout.file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{folder}: cannot write {layout.file} ({error})") from error
     for name, entries in lent.files.items():
@@ -347,7 +352,5 @@ def _difference(ours: Any, theirs: Any) -> str:
     if type(ours) is not type(theirs):
         return f"{type(ours).__name__}, only {type(theirs).__name__}"
     names = [field.name for field in dataclasses.fields(ours)]
-    said = [
-        f"{name} = {getattr(ours, name)!r}" for name in names if getattr(ours, name) != getattr(theirs, name)
-    ]
-    return ", ".join(said)
+    lost = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
+    return ", ".join(f"{name} = {getattr(ours, name)!r}" for name in lost)

@@ -1,6 +1,7 @@
 """Medusa's heads (Cai et al., arXiv 2401.10774), as FasterDecoding/Medusa writes them.
 
-Read from medusa/model/medusa_model.py and medusa/train/train_legacy.py of FasterDecoding/Medusa at e2a5d20.
+Read from medusa/model/medusa_model.py (11af0aa) and medusa/train/train_legacy.py (e2a5d20) of
+FasterDecoding/Medusa.
 config.json has ``medusa_num_heads``, ``medusa_num_layers`` and ``base_model_name_or_path``, no sizes; the
 tensors lie in medusa_lm_head.safetensors (earlier: medusa_lm_head.pt), without prefix, K heads of n blocks::
 
@@ -27,9 +28,8 @@ PREFIX = "medusa_head."
 
 
 def _fits(raw: Raw, names: Collection[str]) -> bool:
-    return "medusa_num_heads" in raw or any(
-        name.removeprefix(PREFIX) == "0.0.linear.weight" for name in names
-    )
+    first = "0.0.linear.weight"
+    return "medusa_num_heads" in raw or first in names or PREFIX + first in names
 
 
 def _config(raw: Raw, shapes: Shapes, model: HasModel) -> HeadsConfig:
@@ -45,7 +45,7 @@ def _config(raw: Raw, shapes: Shapes, model: HasModel) -> HeadsConfig:
         raise ValueError(f"medusa_num_heads: expected the tensors of {told} heads, got those of {count}")
     if raw.get("medusa_num_layers", depth) != depth:
         raise ValueError(
-            f"medusa_num_layers: expected the tensors of {raw['medusa_num_layers']} blocks a head, got {depth}"
+            f"medusa_num_layers: expected tensors of {raw['medusa_num_layers']} blocks a head, got {depth}"
         )
     vocab_size, width = shapes[f"0.{depth}.weight"]
     return HeadsConfig(

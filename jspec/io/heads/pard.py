@@ -1,11 +1,11 @@
 """PARD (arXiv 2504.18583), as AMD-AGI/PARD writes it: an ordinary language model that fills masks.
 
-Read from pard/pard_train.py and pard/pard_infer.py of AMD-AGI/PARD at 6f279bf. A Hugging Face folder of any
-decoder that `jspec.io.hf` knows, whose config.json says ``pard_token``, the id that stands for every mask, and
-``spd_type`` "pard". The mask's input is that id's row of the model's own embedding.
+Read from pard/pard_train.py and pard/pard_infer.py of AMD-AGI/PARD at 8a0d2bd. A Hugging Face folder of any
+decoder that `jspec.io.hf` knows, whose config.json says ``pard_token``, the id that stands for every mask,
+and ``spd_type`` "pard". The mask's input is that id's row of the model's own embedding.
 
-jspec's mask is a vector beside the model. If it is no row of the embedding (it was trained here), writing puts
-it into the row of ``pard_token``, an id that no text has; nothing but that token's own logit changes.
+jspec's mask is a vector beside the model. If it is no row of the embedding (it was trained here), writing
+puts it into the row of ``pard_token``, an id that no text has; nothing but that token's own logit changes.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def read(folder: Path, model: HasModel, dtype: DTypeLike | None = None) -> Check
         raise ValueError(f"{folder}: architectures: expected a decoder, got {raw.get('architectures')}")
     if not isinstance(token, int) or not 0 <= token < config.vocab_size:
         raise ValueError(
-            f"{folder}: pard_token: expected an id below {config.vocab_size}, the model's vocabulary, got {token}"
+            f"{folder}: pard_token: expected an id below {config.vocab_size}, the model's tokens, got {token}"
         )
     real = getattr(model, "vocab_size", theirs)
     if config.vocab_size < real:
         raise ValueError(
-            f"{folder}: vocab_size: expected a target of at most {config.vocab_size} tokens, which the drafter "
-            f"knows, got {real}"
+            f"{folder}: vocab_size: expected a target of at most {config.vocab_size} tokens, those of the "
+            f"drafter, got {real}"
         )
     vocabulary, own = getattr(model, "vocabulary", None), tokenizers.from_folder(folder)
     if vocabulary is not None and own is not None:
@@ -108,8 +108,8 @@ def write(folder: Path, network: Network, weights: Weights, model: HasModel, raw
         token = getattr(model, "vocab_size", config.lm.vocab_size) if token is None else token
         if token >= config.lm.vocab_size:
             raise ValueError(
-                "pard_token: expected the id of a token that no text has, for the mask's row of the embedding; "
-                f"all {config.lm.vocab_size} rows are tokens (raw={{'pard_token': ID}} names one)"
+                "pard_token: expected the id of a token that no text has, for the mask's row of the "
+                f"embedding; all {config.lm.vocab_size} are tokens (raw={{'pard_token': ID}} names one)"
             )
         value = (mask[0] / config.lm.embedding_scale).astype(params["embedding"].dtype)
         params = params | {"embedding": params["embedding"].at[token].set(value)}

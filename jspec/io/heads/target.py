@@ -41,8 +41,8 @@ def check_theta(source: str, theta: float, model: HasModel) -> None:
     found = rope_theta(model)
     if found is not None and abs(theta / found - 1) > 1e-3:
         raise ValueError(
-            f"{source}: rope_theta: expected a target of rope_theta {theta:g}, as the head's config says, got "
-            f"{found:g} (rope_theta={theta:g} loads it all the same)"
+            f"{source}: rope_theta: expected a target of rope_theta {theta:g}, as the head's config says, "
+            f"got {found:g} (rope_theta={theta:g} loads it all the same)"
         )
 
 
@@ -115,8 +115,8 @@ def read_ids(
         members = members.astype(bool)
         if members.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(members), ids):
             raise ValueError(
-                f"{source}: {MEMBERS}: expected {vocab_size} marks, set for the {draft_vocab} ids of {OFFSETS}, "
-                f"got {members.shape[0]}, of which {int(members.sum())} are set"
+                f"{source}: {MEMBERS}: expected {vocab_size} marks, set for the {draft_vocab} ids of "
+                f"{OFFSETS}, got {members.shape[0]}, of which {int(members.sum())} are set"
             )
     return ids
 

@@ -83,15 +83,15 @@ def load(
     folder = _find(folder_or_name)
     raw = hf.read_json(folder / stored.CONFIG)
     model = _target(folder, raw) if model is None else model
-    dtype = jax.tree.leaves(model.params)[0].dtype if dtype is None else dtype
+    wanted: DTypeLike = jax.tree.leaves(model.params)[0].dtype if dtype is None else dtype
     shaped = "tree" in settings or "template" in settings  # these have a depth of their own
     if _is_ours(raw):
         found = stored.load(folder, model)
         check_target(str(folder), found.network, model)
-        weights = found.weights._replace(net=cast(found.weights.net, dtype))
+        weights = found.weights._replace(net=cast(found.weights.net, wanted))
         length = None if shaped else found.num_tokens
         return stored.drafter(found._replace(weights=weights, num_tokens=length), **settings)
-    checkpoint = heads.read(folder, model, dtype=dtype, rope_theta=rope_theta)
+    checkpoint = heads.read(folder, model, dtype=wanted, rope_theta=rope_theta)
     layout = checkpoint.layout
     proposed = {} if shaped else layout.settings(checkpoint.raw)
     return layout.drafter(checkpoint.network, checkpoint.weights, **(proposed | settings))

@@ -4,8 +4,8 @@ them and as vllm-project/speculators does.
 Read from dflash/model.py (1012959) of z-lab/dflash; specforge/modeling/draft/{dflash,dspark,vocab_mixin}.py
 (2c7bdde, 1c2c647, 134669b) and configs/qwen3-8b-{dflash,dspark}.json of sgl-project/SpecForge;
 deepspec/modeling/dspark/{common.py,qwen3/} (3bc8dc7, 5905deb) of deepseek-ai/DeepSpec; src/speculators/
-{models,convert}/{dflash,dspark}/ (04013bd, 931c3a4, 0a09610, 021e21b) of vllm-project/speculators. The tensors,
-over n tapped layers::
+{models,convert}/{dflash,dspark}/ (04013bd, 931c3a4, 0a09610, 021e21b) of vllm-project/speculators. The
+tensors, over n tapped layers::
 
     fc.weight [E, n E], hidden_norm.weight            what the target shows, fused
     layers.{i}.self_attn.{q,k,v,o}_proj.weight, {q,k}_norm.weight; layers.{i}.mlp.{gate,up,down}_proj.weight
@@ -21,8 +21,8 @@ list inputs, ``aux_hidden_state_layer_ids``. The last layer's output is refused:
 the target's last norm, which is no tap. DFlash drafts block_size - 1 tokens, one a mask; DSpark's root
 predicts, too (``sample_from_anchor``), so it drafts block_size.
 
-The mask is a row of the target's embedding, that of ``mask_token_id``, unless mask_embedding.pt replaces it (a
-file that vLLM reads); jspec's mask, which may have been trained, is written there where it is no such row.
+The mask is a row of the target's embedding, that of ``mask_token_id``, unless mask_embedding.pt replaces it
+(a file that vLLM reads); jspec's mask, which may have been trained, is written there where it is no such row.
 """
 
 from __future__ import annotations

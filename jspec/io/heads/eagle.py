@@ -3,8 +3,8 @@ vllm-project/speculators does.
 
 Read from eagle/model/cnets1.py (2174a79), eagle/model/ea_model.py (47de7b0) and eagle/train/*.json of
 SafeAILab/EAGLE, and src/speculators/models/eagle.py (0370128) and convert/eagle/eagle_converter.py (035f9e0)
-of vllm-project/speculators. config.json is a Llama's (``num_hidden_layers`` 1, ``bias`` of fc, true where it is not said); the
-tensors lie in pytorch_model.bin or model.safetensors::
+of vllm-project/speculators. config.json is a Llama's (``num_hidden_layers`` 1; ``bias`` of fc, true where it
+is not said); the tensors lie in pytorch_model.bin or model.safetensors::
 
     fc.weight [E, 2 E], fc.bias [E]                 over [embedding; hidden state]
     layers.{i}.self_attn.{q,k,v,o}_proj.weight, layers.{i}.mlp.{gate,up,down}_proj.weight

@@ -4,7 +4,8 @@ vllm-project/speculators does.
 Read from eagle/model/cnets.py (148042c), eagle/traineagle3/cnets.py (09fe6a0) and config.json of
 SafeAILab/EAGLE; specforge/modeling/draft/llama3_eagle.py (89241ea) and configs/qwen3-30B-A3B-eagle3.1.json
 (581664a) of sgl-project/SpecForge; src/speculators/models/eagle3/{core,config,model_definitions}.py (033c87f,
-11ecdd3, 08af5f4) of vllm-project/speculators. The tensors, over a reduced vocabulary of Vd = ``draft_vocab_size`` tokens::
+11ecdd3, 08af5f4) of vllm-project/speculators. The tensors, over a reduced vocabulary of Vd =
+``draft_vocab_size`` tokens::
 
     fc.weight [E, 3 E], fc_norm.{i}.weight [E]     of the tapped layers (``fc_norm``: EAGLE-3.1)
     midlayer.input_layernorm.weight                of the embedding

@@ -3,8 +3,8 @@
 Read from hydra/model/hydra_model.py, hydra/model/hydra_heads/{mlp,prefix_mlp}_head.py and
 hydra/train/train.py of zankner/Hydra at 7f39cbd. config.json has ``hydra_num_heads``, ``hydra_num_layers``,
 ``hydra_head_arch`` ("mlp" here), ``grounded_heads`` (true: heads read drafted tokens),
-``hidden_state_offset`` and ``base_model_name_or_path``, no sizes; the tensors lie in hydra_lm_head.pt, K heads
-of n blocks, head k over (k + 2) E numbers::
+``hidden_state_offset`` and ``base_model_name_or_path``, no sizes; the tensors lie in hydra_lm_head.pt, K
+heads of n blocks, head k over (k + 2) E numbers::
 
     hydra_mlp.{k}.0.linear.{weight [E, (k+2) E], bias}, hydra_mlp.{k}.0.res_connection.{weight, bias}
     hydra_mlp.{k}.{j}.linear.{weight [E, E], bias}           j = 1 ... n - 1

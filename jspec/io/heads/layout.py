@@ -191,9 +191,10 @@ def read(
         head was not made for; one line that begins with the folder.
     """
     source, raw, stored = str(folder), read_json(folder / "config.json"), open_tensors(folder)
-    names = layout.rename(stored.shapes)
+    shapes = stored.shapes
+    names = layout.rename(shapes)
     try:
-        config = layout.config(raw, {name: stored.shapes[theirs] for name, theirs in names.items()}, model)
+        config = layout.config(raw, {name: shapes[theirs] for name, theirs in names.items()}, model)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
     network = layout.network(config)
@@ -206,7 +207,7 @@ def read(
     ids, extras = None, []
     if (columns := getattr(config, "draft_vocab", None)) is not None and OFFSETS not in names:
         raise ValueError(
-            f"{source}: {OFFSETS}: expected the ids of the {columns} columns among {config.vocab_size} tokens, "
+            f"{source}: {OFFSETS}: expected the ids of {columns} columns among {config.vocab_size} tokens, "
             "but it is missing"
         )
     if OFFSETS in names:

@@ -308,7 +308,6 @@ CHECKPOINTS = {
     dflash_speculators: "dflash/speculators",
     dspark_speculators: "dflash/speculators",
 }
-FILES = {"medusa": "medusa_lm_head.safetensors", "hydra": "hydra_lm_head.safetensors"}
 
 
 def put(folder: Path, raw: dict, tensors: Tensors, file: str = "model.safetensors") -> Path:

@@ -1,6 +1,7 @@
 """Public checkpoints of draft heads: read, written, held against what their own programs compute, refused."""
 
 import json
+import re
 
 import heads as public
 import jax
@@ -11,10 +12,18 @@ import pytest
 from heads import CHECKPOINTS, LOGITS, Random, Shown, put
 from safetensors.numpy import load_file
 
-from jspec.drafters.nets import Text
+from jspec import drafters, engine, sampling, verify
+from jspec.drafters import kinds, nets
+from jspec.drafters.block import block_network
+from jspec.drafters.block_network import BlockConfig
+from jspec.drafters.nets import Text, Weights
 from jspec.io import heads
+from jspec.io.torch_file import TorchTensors, save_torch
+from jspec.models import language_model
+from jspec.testing import tiny_checkpoint
+from jspec.types import Block, Prompt
 
-MAKERS = list(CHECKPOINTS)
+MAKERS = [pytest.param(maker, id=maker.__name__) for maker in CHECKPOINTS]
 
 
 @pytest.fixture(scope="module")

@@ -229,7 +229,10 @@ def read(
         return stored.read(names[name])
 
     loads = [(path, name, transform.load) for path, name, transform in table]
-    borrowed = layout.borrowed(raw, folder, config, model)
+    try:
+        borrowed = layout.borrowed(raw, folder, config, model)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
     wanted = {name: entry for name, entry in abstract(network).items() if name not in borrowed}
     filled = fill_tree(_apart(wanted, layout.stacked), loads, names, get, dtype, source, ignored)
     net = _together(filled, layout.stacked)

@@ -311,7 +311,8 @@ def write(
             known = ", ".join((*layout.copies, OFFSETS, MEMBERS))
             raise ValueError(f"extras: expected names among {known}, got {name!r}")
     lent = layout.lend(config, weights.net, model, raw or {})
-    values = {**layout.raw(config, model, num_tokens), **(raw or {}), **lent.raw}
+    said = layout.raw(config, model, num_tokens) | {"torch_dtype": str(dtype)}
+    values = {**said, **(raw or {}), **lent.raw}
     made = layout.config(values, {name: x.shape for name, x in tensors.items()}, model)
     if made != config:
         raise ValueError(f"config: the layout {layout.name} cannot say {_difference(config, made)}")

@@ -464,7 +464,7 @@ def drafts_as_plain(drafter, target):
 
 
 def test_a_loaded_drafter_drafts(tmp_path):
-    shallow = public.target(num_layers=2)
+    shallow = public.target(num_layers=1)
     drafter = drafters.load(made(tmp_path, public.medusa, shallow)[0], shallow)
     assert drafter.method.draws == "iid"
     drafts_as_plain(drafter, shallow)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from zoo import Tiny
 
+from jspec import drafters
 from jspec.drafters.nets import Network, Weights
 from jspec.types import Drafter
 
@@ -25,6 +26,34 @@ class Case(NamedTuple):
 
 
 NETWORKS: dict[str, Case] = {}
+
+
+# --- blocks -----------------------------------------------------------------------------------------
+
+
+def a_block(kind: str, **settings) -> Callable[[Tiny], Network]:
+    """A block network of two layers for a target; ``rows``: of a reduced vocabulary."""
+
+    def network(model: Tiny) -> Network:
+        config = model.lm.config
+        sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_width": 48}
+        if settings.get("head") == "rows":
+            sizes["draft_vocab"] = config.vocab_size * 3 // 4
+        return drafters.block_network(drafters.block_config(config, kind, **(sizes | settings)))
+
+    return network
+
+
+def a_chain(network: Network, weights: Weights) -> Drafter:
+    return drafters.block(network, weights, NUM_TOKENS)
+
+
+NETWORKS |= {
+    "dflash": Case(a_block("dflash"), a_chain),
+    "dflash window": Case(a_block("dflash", window=4, qk_norm=False, taps=()), a_chain),
+    "dspark rows": Case(a_block("dspark", markov_rank=4, head="rows"), a_chain, rows=True),
+    "causal block own": Case(a_block("causal", markov_rank=4, head="own"), a_chain),
+}
 
 
 def shaken(weights: Weights, seed: int = 0) -> Weights:

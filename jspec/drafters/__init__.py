@@ -1,6 +1,7 @@
 """Drafting methods: one factory a method, all returning `jspec.types.Drafter`."""
 
 from jspec.drafters.autoregressive import confidence, entropy_bound
+from jspec.drafters.block import BlockConfig, block, block_config, block_network, block_tree
 from jspec.drafters.jacobi import jacobi, lookahead
 from jspec.drafters.length import heuristic
 from jspec.drafters.model import model
@@ -17,7 +18,12 @@ NAMED = {
 
 __all__ = [
     "NAMED",
+    "BlockConfig",
     "NgramTable",
+    "block",
+    "block_config",
+    "block_network",
+    "block_tree",
     "confidence",
     "early_exit",
     "entropy_bound",

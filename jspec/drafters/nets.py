@@ -101,10 +101,13 @@ def keep_finished(new: PyTree, old: PyTree, verdict: Verdict) -> PyTree:
 def logits(
     weights: Weights, target: LanguageModel, target_params: PyTree, hidden: Float[Array, "... E"]
 ) -> Float[Array, "... Vd"]:
-    """Float32 logits over the head's columns."""
-    if weights.head is None:
+    """Float32 logits over the head's columns. A trained head is ``weights.net["head"]`` [E, Vd]."""
+    kernel = weights.head
+    if kernel is None and isinstance(weights.net, dict):
+        kernel = weights.net.get("head")
+    if kernel is None:
         return target.head(target_params, hidden)
-    return jnp.matmul(hidden, weights.head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def spread(weights: Weights, logits: Float[Array, "... Vd"], vocab_size: int) -> Float[Array, "... V"]:

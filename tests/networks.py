@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -53,6 +54,24 @@ NETWORKS |= {
     "dflash window": Case(a_block("dflash", window=4, qk_norm=False, taps=()), a_chain),
     "dspark rows": Case(a_block("dspark", markov_rank=4, head="rows"), a_chain, rows=True),
     "causal block own": Case(a_block("causal", markov_rank=4, head="own"), a_chain),
+}
+
+
+def a_masked(**settings) -> Callable[[Tiny], Network]:
+    """A language model like the target, of one layer."""
+
+    def network(model: Tiny) -> Network:
+        target = model.lm.config
+        shape = {"width": target.width, "vocab_size": target.vocab_size, "num_tokens": NUM_TOKENS}
+        lm = dataclasses.replace(target, num_layers=1)
+        return drafters.masked_network(drafters.MaskedConfig(lm=lm, **(shape | settings)))
+
+    return network
+
+
+NETWORKS |= {
+    "masked": Case(a_masked(), drafters.masked),
+    "masked block": Case(a_masked(causal=False, shared_mask=False), drafters.masked),
 }
 
 

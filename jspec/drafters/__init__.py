@@ -4,6 +4,7 @@ from jspec.drafters.autoregressive import confidence, entropy_bound
 from jspec.drafters.block import BlockConfig, block, block_config, block_network, block_tree
 from jspec.drafters.jacobi import jacobi, lookahead
 from jspec.drafters.length import heuristic
+from jspec.drafters.masked import MaskedConfig, masked, masked_network
 from jspec.drafters.model import model
 from jspec.drafters.ngram import NgramTable, load_ngram, ngram, save_ngram
 from jspec.drafters.plain import plain
@@ -19,6 +20,7 @@ NAMED = {
 __all__ = [
     "NAMED",
     "BlockConfig",
+    "MaskedConfig",
     "NgramTable",
     "block",
     "block_config",
@@ -31,6 +33,8 @@ __all__ = [
     "jacobi",
     "load_ngram",
     "lookahead",
+    "masked",
+    "masked_network",
     "model",
     "ngram",
     "plain",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jspec.drafters.autoregressive import Continue, draft_chain, fit_vocabulary
 from jspec.drafters.common import root, take
@@ -76,7 +76,8 @@ def check_tokens(config: MaskedConfig, num_tokens: int) -> None:
         raise ValueError(f"num_tokens: expected a number >= 1, got {num_tokens}")
     if not config.shared_mask and num_tokens > config.num_tokens:
         raise ValueError(
-            f"num_tokens: expected at most {config.num_tokens}, one for the root and one for each mask, got {num_tokens}"
+            f"num_tokens: expected at most {config.num_tokens}, one for the root and one for each mask, "
+            f"got {num_tokens}"
         )
 
 

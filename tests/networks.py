@@ -63,8 +63,8 @@ def a_masked(**settings) -> Callable[[Tiny], Network]:
     def network(model: Tiny) -> Network:
         target = model.lm.config
         shape = {"width": target.width, "vocab_size": target.vocab_size, "num_tokens": NUM_TOKENS}
-        lm = dataclasses.replace(target, num_layers=1)
-        return drafters.masked_network(drafters.MaskedConfig(lm=lm, **(shape | settings)))
+        shape["lm"] = dataclasses.replace(target, num_layers=1)
+        return drafters.masked_network(drafters.MaskedConfig(**(shape | settings)))
 
     return network
 

@@ -14,7 +14,8 @@ from zoo import target
 
 from jspec import drafters, engine, sampling, verify
 from jspec.drafters import nets
-from jspec.drafters.block import _best_first, _Block, _reveal, num_candidates, teach_both
+from jspec.drafters.best_first import best_first, no_bias, num_candidates
+from jspec.drafters.block import _Block, _reveal, teach_both
 from jspec.drafters.block_network import tap_layers
 from jspec.drafters.nets import Weights
 from jspec.types import Block
@@ -22,10 +23,9 @@ from jspec.types import Block
 V = 11
 
 
-def read(logits: np.ndarray, bias: np.ndarray | None = None) -> _Block:
+def read(logits: jax.Array) -> _Block:
     """What a network would say that gives these logits."""
-    add = (lambda token: None) if bias is None else (lambda token: jnp.asarray(bias)[token])
-    return _Block(SimpleNamespace(bias=add), jnp.zeros((1, 1, 1)), jnp.asarray(logits))  # pyright: ignore
+    return _Block(SimpleNamespace(bias=no_bias), jnp.zeros((1, 1, 1)), logits)  # pyright: ignore
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -66,9 +66,8 @@ def test_a_tree_holds_the_likeliest_nodes(markov):
     logits = rng.normal(0, 2, (3, 4, 7)).astype(np.float32)
     bias = rng.normal(0, 2, (7, 7)).astype(np.float32) if markov else None
     first = np.array([2, 0, 6], np.int32)
-    draft = jax.jit(
-        lambda logits: _best_first(read(logits, bias), Weights(()), jnp.asarray(first), 14, 7, 13)
-    )(logits)
+    bias_of = (lambda token: jnp.asarray(bias)[token]) if bias is not None else no_bias
+    draft = jax.jit(lambda logits: best_first(jnp.asarray(first), logits, 14, 7, 13, bias_of))(logits)
     for row, found in enumerate(paths(draft)):
         assert found == by_heap(logits[row], bias, int(first[row]), 14)
 
@@ -77,22 +76,25 @@ def test_a_tree_of_a_reduced_vocabulary_without_enough_tokens():
     """Columns are the head's; impossible tokens are no nodes."""
     logits = np.full((1, 2, 5), -np.inf, np.float32)
     logits[0, 0, :2], logits[0, 1, 4] = (1, 0), 0
-    weights = Weights((), ids=jnp.array([1, 3, 5, 7, 9]))
-    draft = _best_first(read(logits), weights, jnp.array([2]), 8, 3, 7)
-    assert paths(draft) == [{(2,), (2, 1), (2, 3), (2, 1, 9), (2, 3, 9)}]
-    broken = _best_first(read(logits * np.nan), weights, jnp.array([2]), 8, 3, 7)
-    assert paths(broken) == [{(2,)}]
+    ids = jnp.array([1, 3, 5, 7, 9])
+    tree = jax.jit(lambda logits: best_first(jnp.array([2]), logits, 8, 3, 7, ids=ids))
+    assert paths(tree(logits)) == [{(2,), (2, 1), (2, 3), (2, 1, 9), (2, 3, 9)}]
+    assert paths(tree(logits * np.nan)) == [{(2,)}]
 
 
 def test_refinement_keeps_the_surest_tokens():
     logits = np.zeros((1, 4, 5), np.float32)
     logits[0, np.arange(4), [1, 2, 3, 4]] = [1.0, 4.0, 2.0, 3.0]
-    nothing = jnp.full((1, 4), -1), jnp.zeros((1, 4))
-    known, scores = _reveal(Weights(()), read(logits), jnp.array([0]), *nothing, 2, 5)
+    reveal = jax.jit(
+        lambda logits, known, scores, count: _reveal(
+            Weights(()), read(logits), jnp.array([0]), known, scores, count, 5
+        ),
+        static_argnums=3,
+    )
+    known, scores = reveal(logits, jnp.full((1, 4), -1, jnp.int32), jnp.zeros((1, 4)), 2)
     assert known.tolist() == [[-1, 2, -1, 4]]
     # A kept token stays, with the score that it was kept for, whatever the network says of it now.
-    again = np.roll(logits, 1, axis=2)
-    known, later = _reveal(Weights(()), read(again), jnp.array([0]), known, scores, 3, 5)
+    known, later = reveal(np.roll(logits, 1, axis=2), known, scores, 3)
     assert known.tolist() == [[-1, 2, 4, 4]]
     np.testing.assert_allclose(later[0, [1, 3]], scores[0, [1, 3]])
 
@@ -107,6 +109,7 @@ def test_taps():
             assert len(taps) <= count
 
 
+@pytest.mark.slow
 def test_a_markov_head_starts_as_none():
     model = target(V)
     with_head, without = a_block("dspark", markov_rank=4)(model), a_block("dspark", markov_rank=0)(model)
@@ -119,7 +122,9 @@ def test_a_markov_head_starts_as_none():
         tokens, jnp.array([4]), jnp.array([[1, 2]]), hidden, dict.fromkeys(with_head.taps, hidden)
     )
     both = [
-        network.teach(Weights(net), model.lm, model.params, text, 3)
+        jax.jit(lambda net, network=network: network.teach(Weights(net), model.lm, model.params, text, 3))(
+            net
+        )
         for network, net in ((with_head, net), (without, plain))
     ]
     assert both[0].shape == (1, 2, 3, V)
@@ -132,6 +137,8 @@ def test_the_confidence_head_stops_before_the_token_it_doubts(survival):
     model, prompt = target(V), [1, 4, 1, 5]
     network = a_block("dspark", markov_rank=4)(model)
     weights = shaken(Weights(network.init(jax.random.key(5))))
+    head = weights.net["confidence"]
+    weights.net["confidence"] = head | {"bias": head["bias"] - 1.5}
     rows = 16
     state = engine.generate(
         model.params,
@@ -161,6 +168,7 @@ def test_the_confidence_head_stops_before_the_token_it_doubts(survival):
     _, confidence = teach_both(network, weights, model.lm, model.params, text, 4)
     assert confidence is not None
     chances = np.cumprod(np.asarray(jax.nn.sigmoid(confidence))[:, 0], axis=1)
+    print(chances)
     # What follows a stop reads 0 in the draft and is of no account.
     expected = np.cumprod(chances >= survival, axis=1).astype(bool)
     np.testing.assert_array_equal(valid, expected)

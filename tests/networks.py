@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,6 +34,52 @@ NETWORKS: dict[str, Case] = {
     "hydra own head": Case(head_network("hydra", head="own"), drafters.heads),
     "hydra rows": Case(head_network("hydra", head="rows"), drafters.heads, rows=True),
     "blockwise": Case(head_network("blockwise", 4), lambda n, w: drafters.heads(n, w, 3)),
+}
+
+
+# --- blocks -----------------------------------------------------------------------------------------
+
+
+def a_block(kind: str, **settings) -> Callable[[Tiny], Network]:
+    """A block network of two layers for a target; ``rows``: of a reduced vocabulary."""
+
+    def network(model: Tiny) -> Network:
+        config = model.lm.config
+        sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_width": 48}
+        if settings.get("head") == "rows":
+            sizes["draft_vocab"] = config.vocab_size * 3 // 4
+        return drafters.block_network(drafters.block_config(config, kind, **(sizes | settings)))
+
+    return network
+
+
+def a_chain(network: Network, weights: Weights) -> Drafter:
+    return drafters.block(network, weights, NUM_TOKENS)
+
+
+NETWORKS |= {
+    "dflash": Case(a_block("dflash"), a_chain),
+    "dflash window": Case(a_block("dflash", window=4, qk_norm=False, taps=()), a_chain),
+    "dspark rows": Case(a_block("dspark", markov_rank=4, head="rows"), a_chain, rows=True),
+    "causal block own": Case(a_block("causal", markov_rank=4, head="own"), a_chain),
+}
+
+
+def a_masked(**settings) -> Callable[[Tiny], Network]:
+    """A language model like the target, of one layer."""
+
+    def network(model: Tiny) -> Network:
+        target = model.lm.config
+        shape = {"width": target.width, "vocab_size": target.vocab_size, "num_tokens": NUM_TOKENS}
+        shape["lm"] = dataclasses.replace(target, num_layers=1)
+        return drafters.masked_network(drafters.MaskedConfig(**(shape | settings)))
+
+    return network
+
+
+NETWORKS |= {
+    "masked": Case(a_masked(), drafters.masked),
+    "masked block": Case(a_masked(causal=False, shared_mask=False), drafters.masked),
 }
 
 

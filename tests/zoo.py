@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +173,59 @@ CASES: dict[str, Case] = {
     "hydra tree": Case(heads("hydra", template=BUSHY), verify.tree),
     "blockwise": Case(heads("blockwise", proceed=drafters.confidence(0.3)), verify.block),
     "blockwise tree": Case(heads("blockwise", template=BUSHY), verify.target_only),
+}
+
+
+def netted(
+    network: Callable[[Any], Callable[[Tiny], Network]],
+    factory: Callable[..., Drafter],
+    *args: Any,
+    **options: Any,
+) -> Callable[[Tiny, Tiny], Drafter]:
+    """A drafter with random weights of ``network(module networks)``, which itself imports this one."""
+
+    def drafter(t: Tiny, d: Tiny) -> Drafter:
+        import networks
+
+        made = network(networks)(t)
+        weights = networks.shaken(Weights(made.init(jax.random.key(6))))
+        return factory(made, weights, *args, **options)
+
+    return drafter
+
+
+def dflash(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_block("dflash")
+
+
+def dspark(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_block("dspark", markov_rank=4)
+
+
+def causal(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_block("causal")
+
+
+def masked(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_masked(num_tokens=4)
+
+
+def masked_block(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_masked(num_tokens=4, causal=False, shared_mask=False)
+
+
+BLOCK, TREE = drafters.block, drafters.block_tree
+CASES |= {
+    "dflash": Case(netted(dflash, BLOCK, 4), verify.block),
+    "dflash greedy": Case(netted(dflash, BLOCK, 3, sample=False), verify.target_only),
+    "dflash steps": Case(netted(dflash, BLOCK, 4, sample=False, steps=3), verify.target_only),
+    "dspark": Case(netted(dspark, BLOCK, 4, survival=0.2), verify.block),
+    "dspark tree": Case(netted(dspark, TREE, 3, 8, branching=3, beam=3), verify.target_only),
+    "causal block": Case(netted(causal, BLOCK, 3, proceed=drafters.confidence(0.2)), verify.token),
+    "causal tree": Case(netted(causal, TREE, 3, 10, branching=3), verify.tree),
+    "masked": Case(netted(masked, drafters.masked), verify.block),
+    "masked block": Case(netted(masked_block, drafters.masked, 3), verify.token),
+    "masked greedy": Case(netted(masked, drafters.masked, sample=False), verify.target_only),
 }
 
 

@@ -6,8 +6,10 @@ from jspec.drafters.eagle import Eagle3Config, EagleConfig, eagle, eagle3_taps, 
 from jspec.drafters.files import load, save
 from jspec.drafters.head_nets import HeadsConfig, heads_network
 from jspec.drafters.heads import heads
+from jspec.drafters.block import BlockConfig, block, block_config, block_network, block_tree
 from jspec.drafters.jacobi import jacobi, lookahead
 from jspec.drafters.length import heuristic
+from jspec.drafters.masked import MaskedConfig, masked, masked_network
 from jspec.drafters.model import model
 from jspec.drafters.mtp import MtpConfig, MtpHeadsConfig, mtp, mtp_network
 from jspec.drafters.ngram import NgramTable, load_ngram, ngram, save_ngram
@@ -30,6 +32,13 @@ __all__ = [
     "MtpHeadsConfig",
     "NgramTable",
     "TreeSettings",
+    "BlockConfig",
+    "MaskedConfig",
+    "NgramTable",
+    "block",
+    "block_config",
+    "block_network",
+    "block_tree",
     "confidence",
     "eagle",
     "eagle3_taps",
@@ -43,6 +52,8 @@ __all__ = [
     "load",
     "load_ngram",
     "lookahead",
+    "masked",
+    "masked_network",
     "model",
     "mtp",
     "mtp_network",

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from jspec import sampling
 from jspec.drafters import nets
 from jspec.drafters.autoregressive import Continue, draft_chain
+from jspec.drafters.best_first import best_first, num_candidates
 from jspec.drafters.block_network import (
     BlockConfig,
     BlockNet,
@@ -24,7 +25,7 @@ from jspec.drafters.block_network import (
     block_width,
     teach_both,
 )
-from jspec.drafters.common import root, take, top_k
+from jspec.drafters.common import root
 from jspec.drafters.nets import Network, Weights
 from jspec.models import cache as kv
 from jspec.types import Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, Verdict
@@ -191,78 +192,14 @@ def _chain(network: Network, num_tokens: int, sample: bool, steps: int) -> Metho
 # --- trees ------------------------------------------------------------------------------------------
 
 
-def _best_first(
-    read: _Block,
-    weights: Weights,
-    first: Int[Array, " B"],
-    num_nodes: int,
-    branching: int,
-    beam: int,
-) -> Draft:
-    """The ``num_nodes`` likeliest nodes (root included); a node is as likely as its path.
-
-    A child is never likelier than its parent, so the likeliest nodes of all levels together are a tree; and
-    the n likeliest of a level hang below the n likeliest of the level above, so that ``beam`` = num_nodes - 1
-    nodes a level miss none. Levels are listed one after the other, and of equal nodes the first is taken: a
-    parent always precedes its children.
-    """
-    batch, num_tokens, columns = read.logits.shape
-    branching = min(branching, columns)
-    ids = jnp.arange(columns, dtype=jnp.int32) if weights.ids is None else weights.ids
-    tokens, above, scores = [], [], []  # of all candidates, level by level
-    at, token, score = (
-        jnp.full((batch, 1), -1, jnp.int32),
-        first[:, None],
-        jnp.zeros((batch, 1)),
-    )  # of the beam
-    listed = 0
-    for t in range(num_tokens):
-        logits = read.logits[:, t, None]
-        bias = read.net.bias(token)
-        law = jax.nn.log_softmax(logits if bias is None else logits + bias)
-        best, column = top_k(law, branching)  # [B, 1 or beam, branching]
-        wide = (batch, token.shape[1], branching)
-        score = (score[..., None] + best).reshape(batch, -1)
-        tokens.append(jnp.broadcast_to(ids[column], wide).reshape(batch, -1))
-        above.append(jnp.broadcast_to(at[..., None], wide).reshape(batch, -1))
-        scores.append(score)
-        score, picked = jax.lax.top_k(score, min(beam, score.shape[1]))
-        at, token = listed + picked.astype(jnp.int32), take(tokens[-1], picked)
-        listed += scores[-1].shape[1]
-    tokens, above, scores = (jnp.concatenate(parts, axis=1) for parts in (tokens, above, scores))
-
-    picked = jnp.sort(jax.lax.top_k(scores, num_nodes - 1)[1].astype(jnp.int32), axis=1)
-    exists = take(scores, picked) > -jnp.inf
-    up = take(above, picked)
-    parent = 1 + jnp.argmax(up[:, :, None] == picked[:, None], axis=2).astype(jnp.int32)
-    parents = jnp.where(exists & (up >= 0), parent, 0)
-    return Draft(
-        tokens=jnp.concatenate([first[:, None], jnp.where(exists, take(tokens, picked), 0)], axis=1),
-        parents=jnp.pad(parents, ((0, 0), (1, 0)), constant_values=-1),
-        valid=jnp.pad(exists, ((0, 0), (1, 0)), constant_values=True),
-    )
-
-
-def num_candidates(num_tokens: int, branching: int, beam: int) -> int:
-    """How many nodes, root included, the levels of a tree offer.
-
-    >>> num_candidates(3, 2, 8), num_candidates(3, 2, 2)
-    (15, 11)
-    """
-    level, total = 1, 1
-    for _ in range(num_tokens):
-        total += level * branching
-        level = min(beam, level * branching)
-    return total
-
-
 @functools.cache
 def _tree(network: Network, num_tokens: int, num_nodes: int, branching: int, beam: int) -> Method:
     config: BlockConfig = network.config
 
     def propose(params: BlockParams, state: kv.Cache, context: Context, keys: Keys) -> tuple[Draft, kv.Cache]:
         read = _read(config, params.weights, state, context, num_tokens)
-        return _best_first(read, params.weights, root(context), num_nodes, branching, beam), state
+        ids, logits = params.weights.ids, read.logits
+        return best_first(root(context), logits, num_nodes, branching, beam, read.net.bias, ids), state
 
     return Method(
         _init(config), propose, _update(config), width=num_nodes, depth=num_tokens, taps=config.taps

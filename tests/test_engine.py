@@ -27,6 +27,8 @@ STATEFUL = (
     "token_recycling",
     "lookahead",
     "jacobi",
+    "medusa",
+    "hydra tree",
 )
 QUICK_STATEFUL = ("model/block", "token_recycling")
 

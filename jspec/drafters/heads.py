@@ -174,7 +174,7 @@ def heads(
     """Draft with heads on the target's last hidden state: a chain, or a static tree of their best tokens.
 
     Lossless in law with any lossless rule (Medusa and blockwise decoding publish lossy ones besides:
-    `verify.typical`, `verify.top_beta`, `verify.blockwise`). The state is one hidden state a row, [B, E],
+    `verify.typical`, `verify.blockwise`). The state is one hidden state a row, [B, E],
     zeros before the first token.
 
     A chain's tokens are drawn one after another, each from its head's law under the sampler of the request,

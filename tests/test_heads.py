@@ -62,7 +62,13 @@ def hidden_states(model, dtype=jnp.float32) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("kind", "head"),
-    [("medusa", "target"), ("medusa", "own"), ("hydra", "rows"), ("hydra", "own"), ("blockwise", "rows")],
+    [
+        ("hydra", "rows"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("medusa", "target"), ("medusa", "own"), ("hydra", "own"), ("blockwise", "rows"))
+        ),
+    ],
 )
 def test_a_tree_holds_the_best_tokens_after_every_path(kind, head):
     """Node by node, by what the network is taught with the node's path for a text."""
@@ -101,6 +107,7 @@ def test_a_tree_holds_the_best_tokens_after_every_path(kind, head):
         assert np.array_equal(drafted[:, node], ids[order[:, rank]]), node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "blockwise"])
 def test_every_head_begins_as_the_target_s(kind):
     """Where nothing is learned yet, a head's logits are those of the target's head on the state it reads."""
@@ -116,6 +123,7 @@ def test_every_head_begins_as_the_target_s(kind):
     np.testing.assert_allclose(logits, jnp.broadcast_to(expected[:, :, None], logits.shape), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_anchors_outside_the_text_give_finite_logits():
     model, network, weights = made("hydra")
     anchors = jnp.array([[-1, 0, SLOTS - 1, SLOTS + 5]] * BATCH)
@@ -124,6 +132,7 @@ def test_anchors_outside_the_text_give_finite_logits():
     assert bool(jnp.isfinite(logits).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_the_weights_dtype_is_computed_in(kind):
     model, network, weights = made(kind, "own")

@@ -54,7 +54,9 @@ def _grown(accuracies: np.ndarray, num_nodes: int) -> list[tuple[float, tuple[in
     the best tree of its size. Of equal values the shallower node comes first."""
     depth, branching = accuracies.shape
     _check_size(num_nodes, depth, branching)
-    frontier = [(-value, 1, (-r,)) for r, value in enumerate(accuracies[0].tolist())]
+    frontier: list[tuple[float, int, tuple[int, ...]]] = [
+        (-value, 1, (-r,)) for r, value in enumerate(accuracies[0].tolist())
+    ]
     heapq.heapify(frontier)
     chosen: list[tuple[float, tuple[int, ...]]] = []
     while len(chosen) < num_nodes - 1:
@@ -137,7 +139,7 @@ def _sequoia(accuracies: np.ndarray, num_nodes: int) -> tuple[np.ndarray, list[_
 
 def _planned(plans: list[_Plan], num_nodes: int) -> Template:
     paths: list[tuple[int, ...]] = []
-    left = [((), num_nodes)]
+    left: list[tuple[tuple[int, ...], int]] = [((), num_nodes)]
     while left:
         path, nodes = left.pop()
         if nodes == 1:

@@ -29,6 +29,8 @@ STATEFUL = (
     "jacobi",
     "dflash",
     "masked",
+    "medusa",
+    "hydra tree",
 )
 QUICK_STATEFUL = ("model/block", "token_recycling")
 

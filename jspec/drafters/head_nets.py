@@ -30,7 +30,7 @@ class HeadsConfig:
     * ``hydra`` (Ankner et al., arXiv 2402.05109): head k reads [h, E(root), E(x_1) ... E(x_{k-1})], (k + 1) E
       wide, which its first block narrows to E: ``S x + SiLU(W x + b)``, at first S x = h. Hydra++ is ``layers
       = 4``, taught with the target's laws; its decoder layer under the heads is not here.
-    * ``blockwise`` (Stern, Shazeer, Uszkoreit 2018, arXiv 1811.03115, section 4): one hidden layer for all
+    * ``blockwise`` (Stern, Shazeer, Uszkoreit 2018, arXiv 1811.03115, section 6): one hidden layer for all
       heads, ``h + W_k relu(U h + b) + c_k``, W_k = 0 at first. The paper's p_1, which also stands for the
       target's own head, is left as it is (footnote 1), so its k is K + 1.
     """

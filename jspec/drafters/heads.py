@@ -92,13 +92,13 @@ def _fill_levels(
     """Nodes of Hydra's heads, level by level: each inner node is read with its ancestors."""
     parents, ranks, depths = (np.array(x) for x in template)
     levels, tokens = [], root[:, None]
-    read, place = hidden[:, None], {-1: 0}  # what inner nodes of the level above have read, and where
+    read, readers = hidden[:, None], np.array([-1])  # what inner nodes of the level above have read
     for depth in range(template.depth):
         level, below = np.flatnonzero(depths == depth), np.flatnonzero(depths == depth + 1)
         inner = np.unique(parents[below])
         embedded = net.embed(tokens[:, np.searchsorted(level, inner)])
-        read = jnp.concatenate([read[:, np.array([place[parents[i]] for i in inner])], embedded], axis=-1)
-        place = {int(node): i for i, node in enumerate(inner)}
+        above = np.searchsorted(readers, parents[inner])
+        read, readers = jnp.concatenate([read[:, above], embedded], axis=-1), inner
         most = int(ranks[below].max()) + 1
         best = top_k(net.next(read, depth), most)[1].reshape(root.shape[0], -1)
         tokens = net.token(best[:, np.searchsorted(inner, parents[below]) * most + ranks[below]])
@@ -174,7 +174,7 @@ def heads(
     """Draft with heads on the target's last hidden state: a chain, or a static tree of their best tokens.
 
     Lossless in law with any lossless rule (Medusa and blockwise decoding publish lossy ones besides:
-    `verify.typical`, `verify.top_beta`, `verify.blockwise`). The state is one hidden state a row, [B, E],
+    `verify.typical`, `verify.blockwise`). The state is one hidden state a row, [B, E],
     zeros before the first token.
 
     A chain's tokens are drawn one after another, each from its head's law under the sampler of the request,
@@ -200,9 +200,9 @@ def heads(
     check(isinstance(config, HeadsConfig), "network", "one of `heads_network`", type(config).__name__)
     _check_weights(config, weights)
     if template is None:
-        num_tokens = config.num_heads if num_tokens is None else num_tokens
-        check(1 <= num_tokens <= config.num_heads, "num_tokens", f"1 to {config.num_heads}", num_tokens)
-        return Drafter(HeadsParams(weights, proceed), _heads(config, num_tokens, None, sample))
+        most = config.num_heads if num_tokens is None else num_tokens
+        check(1 <= most <= config.num_heads, "num_tokens", f"1 to {config.num_heads}", most)
+        return Drafter(HeadsParams(weights, proceed), _heads(config, most, None, sample))
     check(num_tokens is None, "num_tokens", "None with a template, which has a depth", num_tokens)
     check(
         1 <= template.depth <= config.num_heads,

@@ -27,6 +27,10 @@ STATEFUL = (
     "token_recycling",
     "lookahead",
     "jacobi",
+    "eagle/block",
+    "eagle3 own tree",
+    "mtp/block",
+    "mtp heads/block",
 )
 QUICK_STATEFUL = ("model/block", "token_recycling")
 

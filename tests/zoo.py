@@ -99,6 +99,20 @@ def bigram(vocab_size: int) -> drafters.NgramTable:
     return drafters.NgramTable(unigram, backoff, jnp.asarray(successors, jnp.int32), excess)
 
 
+def trained(name: str, **options) -> Callable[[Tiny, Tiny], Drafter]:
+    """The drafter of a network in `networks.NETWORKS`, with random weights."""
+
+    def make(t: Tiny, d: Tiny) -> Drafter:
+        import networks
+
+        return networks.NETWORKS[name].drafter(*networks.of(name, t), **options)
+
+    return make
+
+
+#: Every kind of node: kept, not kept, expanded or not.
+DYNAMIC = drafters.TreeSettings(top_k=2, depth=3, num_nodes=6)
+
 CASES: dict[str, Case] = {
     "plain": Case(lambda t, d: drafters.plain(), verify.target_only),
     "scripted": Case(lambda t, d: testing.scripted([1, 2, 3, 0, 1, 2, 3, 0] * 8, 3), verify.target_only),
@@ -131,6 +145,16 @@ CASES: dict[str, Case] = {
     "lookahead": Case(lambda t, d: drafters.lookahead(window=3, ngram=3, guesses=2), verify.target_only),
     "jacobi": Case(lambda t, d: drafters.jacobi(3), verify.target_only),
     "ngram": Case(lambda t, d: drafters.ngram(bigram(t.lm.config.vocab_size), 3), verify.block),
+    "eagle/block": Case(trained("eagle"), verify.block),
+    "eagle greedy": Case(trained("eagle", sample=False), verify.target_only),
+    "eagle confidence": Case(trained("eagle", proceed=drafters.confidence(0.3)), verify.token),
+    "eagle tree/tree": Case(trained("eagle rows", tree=DYNAMIC), verify.tree),
+    "eagle3/token": Case(trained("eagle3"), verify.token),
+    "eagle3 own tree": Case(trained("eagle3 own", tree=DYNAMIC), verify.target_only),
+    "mtp/block": Case(trained("mtp rows"), verify.block),
+    "mtp tree": Case(trained("mtp", tree=DYNAMIC), verify.target_only),
+    "mtp heads/block": Case(trained("mtp heads"), verify.block),
+    "mtp heads tree": Case(trained("mtp heads tap", tree=DYNAMIC), verify.tree),
 }
 
 

@@ -124,14 +124,10 @@ def method(
     """The drafting method of a module class: a chain, or a dynamic tree."""
     module_of = build(kind, config)
 
-    def init(
-        params: RecurrentParams, prompt: Prompt, capacity: int, target: LanguageModel
-    ) -> RecurrentState:
+    def init(params: RecurrentParams, prompt: Prompt, capacity: int, target: LanguageModel) -> RecurrentState:
         module: Recurrence = module_of(params.weights.net)
         batch = prompt.lengths.shape[0]
-        return RecurrentState(
-            module.start(batch, capacity), jnp.zeros((batch, *module.output), module.dtype)
-        )
+        return RecurrentState(module.start(batch, capacity), jnp.zeros((batch, *module.output), module.dtype))
 
     def propose(
         params: RecurrentParams, state: RecurrentState, context: Context, keys: Keys
@@ -151,9 +147,7 @@ def method(
         def advance(carry: tuple, token: Array, t: Array) -> tuple:
             g, pending = carry
             embedded = context.target.embed(context.params, token[:, None]).astype(module.dtype)
-            mask = jnp.broadcast_to(
-                ((column < t - 1) | (column == spare))[None, None], (batch, 1, spare + 1)
-            )
+            mask = jnp.broadcast_to(((column < t - 1) | (column == spare))[None, None], (batch, 1, spare + 1))
             position = (state.cache.lengths + t - 1)[:, None]
             x = module.join(embedded, module.feed(g)[:, None])
             g, rows = module.extend(state.cache, x, position, mask, pending)

@@ -87,12 +87,12 @@ def network(kind: type[Recurrence], config: RecurrentConfig, taps: tuple[int, ..
     return Network(init, teach, taps, config)
 
 
-def check_length(config: RecurrentConfig, num_tokens: int) -> None:
+def check_length(config: RecurrentConfig, length: int, name: str = "num_tokens") -> None:
     """Refuse drafts that the net cannot make."""
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens: expected a number >= 1, got {num_tokens}")
-    if config.longest is not None and num_tokens > config.longest:
-        raise ValueError(f"num_tokens: expected at most {config.longest} (num_layers), got {num_tokens}")
+    if length < 1:
+        raise ValueError(f"{name}: expected a number >= 1, got {length}")
+    if config.longest is not None and length > config.longest:
+        raise ValueError(f"{name}: expected at most {config.longest} (num_layers), got {length}")
 
 
 # --- drafting ---------------------------------------------------------------------------------------
@@ -247,8 +247,10 @@ def drafter(
         for a tree, which reads no law.
     """
     config = network.config
-    check_length(config, num_tokens if tree is None else tree.depth)
-    if tree is not None:
+    if tree is None:
+        check_length(config, num_tokens)
+    else:
+        check_length(config, tree.depth, "tree.depth")
         tree.check(config.columns)
         if proceed is not None:
             raise ValueError("proceed: expected None with a tree, got a stopping rule")

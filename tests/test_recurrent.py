@@ -11,7 +11,7 @@ import pytest
 from networks import NETWORKS, NUM_TOKENS, drafter_of, of, small
 from zoo import DYNAMIC, target
 
-from jspec import drafters, engine, sampling, verify
+from jspec import drafters, engine, sampling
 from jspec.drafters import TreeSettings, nets
 from jspec.drafters.beam import dynamic_tree
 from jspec.drafters.eagle import Eagle, Eagle3
@@ -20,7 +20,7 @@ from jspec.drafters.nets import Weights
 from jspec.drafters.pairs import build
 from jspec.models import params as model_params
 from jspec.round import make_context
-from jspec.types import Block, Draft, Prompt
+from jspec.types import Block, Context, Draft, Prompt, Verdict
 
 V = 11
 
@@ -257,21 +257,28 @@ def test_a_network_computes_in_the_dtype_of_its_weights(name):
     weights = weights._replace(net=model_params.cast(weights.net, jnp.bfloat16), head=head)
     for options in ({}, {"tree": DYNAMIC}):
         drafter = NETWORKS[name].drafter(network, weights, **options)
-        state = jax.eval_shape(
-            lambda keys, drafter=drafter: engine.generate(
-                params,
+        method = drafter.method
+
+        def twice(drafter=drafter, method=method):
+            """The state before a round and after it."""
+            sampler, prompt, three = (
+                sampling.greedy(2),
                 tiny.prompt([[3], [1, 2]]),
-                keys,
-                target=tiny.lm,
-                drafter=drafter,
-                verify=verify.target_only(),
-                max_new_tokens=4,
-                capacity=16,
-            ),
-            sampling.row_keys(jnp.arange(2)),
-        )
-        floats = [x.dtype for x in jax.tree.leaves(state.drafter_state) if x.dtype != jnp.int32]
-        assert set(floats) == {jnp.dtype(jnp.bfloat16)}
+                jnp.zeros((2, 3), jnp.int32),
+            )
+            cache = tiny.lm.start(params, prompt, 16)
+            forward = tiny.lm.extend(params, cache, Block(three, three), taps=network.taps)
+            tokens, ones = jnp.zeros((2, 16), jnp.int32), jnp.ones(2, jnp.int32)
+            history = sampler.init(tokens, ones)
+            context = Context(tokens, ones, 9 * ones, history, sampler, tiny.lm, params, cache)
+            before = method.init(drafter.params, prompt, 16, tiny.lm)
+            draft, state = method.propose(drafter.params, before, context, sampling.row_keys(jnp.arange(2)))
+            verdict = Verdict(three, ones, three, ones)
+            return before, method.update(drafter.params, state, context, draft, verdict, forward)
+
+        before, after = jax.eval_shape(twice)
+        assert before == after
+        assert {x.dtype for x in jax.tree.leaves(after)} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
 
 
 def test_equal_settings_are_one_method():

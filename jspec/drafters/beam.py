@@ -107,8 +107,9 @@ def dynamic_tree(
         return scores, tokens, parents, beam, shared, start + picked
 
     places = jnp.broadcast_to(first, (batch, k))
-    carry = (scores, tokens, parents, beam, shared, places)
-    scores, tokens, parents, *_ = jax.lax.fori_loop(1, settings.depth, level, carry)
+    if settings.depth > 1:
+        carry = (scores, tokens, parents, beam, shared, places)
+        scores, tokens, parents, *_ = jax.lax.fori_loop(1, settings.depth, level, carry)
 
     kept = jnp.sort(top_k(scores, settings.num_nodes - 1)[1], axis=1)
     above = take(parents, kept)

@@ -75,6 +75,7 @@ def by_formula(kind: type, net: dict, embedded: np.ndarray, carried: np.ndarray)
     return x + perceptron(norm(x, layer["mlp_norm"]), layer["mlp"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("eagle", Eagle), ("eagle3", Eagle3), ("mtp", Mtp)])
 def test_one_pass_is_that_of_the_paper(name, kind):
     network, weights = of(name, target(V))
@@ -90,6 +91,7 @@ def test_one_pass_is_that_of_the_paper(name, kind):
     np.testing.assert_array_equal(module.feed(g), g)
 
 
+@pytest.mark.slow
 def test_eagle_3_fuses_its_taps_and_3_1_norms_them():
     rng = np.random.default_rng(1)
     chunks = rng.normal(size=(3, 4, 32)).astype(np.float32)
@@ -227,6 +229,7 @@ def shapes(jaxpr) -> set[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3 own", "mtp", "mtp heads"])
 def test_teaching_makes_logits_at_the_anchors_only(name):
     tiny, wide = target(13), 19  # 13, or 9 of them: no other size of these networks
@@ -247,6 +250,7 @@ def test_teaching_makes_logits_at_the_anchors_only(name):
     assert not [s for s in shapes(program.jaxpr) if wide in s and columns in s]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle", "eagle3 own", "mtp rows", "mtp heads"])
 def test_a_network_computes_in_the_dtype_of_its_weights(name):
     """Shapes and dtypes alone: loops and branches refuse an array that changes its dtype."""

@@ -352,3 +352,12 @@ def test_bad_arguments_are_refused():
     refused("weights.head: expected None with head='target', got", drafters.eagle, network, reduced)
     without = Weights(reduced.net, reduced.head)
     refused(r"weights.ids: expected \(8,\) with draft_vocab=8, got None", drafters.eagle, rows, without)
+    other, drafter = target(4), drafters.eagle(network, weights)
+    refused(
+        "target: expected vocab_size = 11 as the network has, got 4",
+        drafter.method.init,
+        drafter.params,
+        other.prompt([[1]]),
+        8,
+        other.lm,
+    )

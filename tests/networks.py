@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
     network: Callable[[Tiny], Network]
     drafter: Callable[[Network, Weights], Drafter]
-    rows: bool = False  # a reduced vocabulary: the head is three quarters of the target's rows
+    rows: bool = False  # a reduced vocabulary: three quarters of the target's rows, or as many of its own
 
 
 NETWORKS: dict[str, Case] = {
@@ -83,6 +83,60 @@ NETWORKS |= {
 }
 
 
+# --- recurrent nets ---------------------------------------------------------------------------------
+
+
+def small(model: Tiny, **more) -> dict:
+    """Fields of a network's config that suit the tiny targets; a reduced vocabulary unless the head is the
+    target's."""
+    width, vocab_size = model.lm.config.width, model.lm.config.vocab_size
+    reduced = None if more.get("head", "target") == "target" else vocab_size * 3 // 4
+    sizes = {"width": width, "vocab_size": vocab_size, "draft_vocab": reduced}
+    return sizes | {"num_heads": 2, "head_dim": 8, "mlp_width": 24} | more
+
+
+def eagle(**more) -> Callable[[Tiny], Network]:
+    return lambda t: drafters.eagle_network(drafters.EagleConfig(**small(t, **more)))
+
+
+def eagle3(**more) -> Callable[[Tiny], Network]:
+    def network(t: Tiny) -> Network:
+        taps = drafters.eagle3_taps(t.lm.config.num_layers)
+        return drafters.eagle_network(drafters.Eagle3Config(taps=taps, **small(t, **more)))
+
+    return network
+
+
+def mtp(**more) -> Callable[[Tiny], Network]:
+    return lambda t: drafters.mtp_network(drafters.MtpConfig(**small(t, **more)))
+
+
+def mtp_heads(**more) -> Callable[[Tiny], Network]:
+    more = {"num_layers": NUM_TOKENS} | more
+    return lambda t: drafters.mtp_network(drafters.MtpHeadsConfig(**small(t, **more)))
+
+
+def by_eagle(network: Network, weights: Weights, **more) -> Drafter:
+    return drafters.eagle(network, weights, NUM_TOKENS, **more)
+
+
+def by_mtp(network: Network, weights: Weights, **more) -> Drafter:
+    return drafters.mtp(network, weights, NUM_TOKENS, **more)
+
+
+NETWORKS |= {
+    "eagle": Case(eagle(), by_eagle),
+    "eagle rows": Case(eagle(head="rows", bias=False, num_layers=2), by_eagle, rows=True),
+    "eagle3": Case(eagle3(), by_eagle),
+    "eagle3 own": Case(eagle3(head="own", num_kv_heads=1), by_eagle, rows=True),
+    "eagle3.1": Case(eagle3(fc_norm=True, feed_normed=True, qk_norm=True, qkv_bias=True), by_eagle),
+    "mtp": Case(mtp(), by_mtp),
+    "mtp rows": Case(mtp(head="rows", feed_normed=True), by_mtp, rows=True),
+    "mtp heads": Case(mtp_heads(), by_mtp),
+    "mtp heads tap": Case(mtp_heads(tap=1, head="rows"), by_mtp, rows=True),
+}
+
+
 def shaken(weights: Weights, seed: int = 0) -> Weights:
     """The same with every parameter of the net moved at random: networks begin with zeros in places, and
     a test would not see what hangs on them."""
@@ -92,15 +146,24 @@ def shaken(weights: Weights, seed: int = 0) -> Weights:
     return weights._replace(net=jax.tree.unflatten(structure, moved))
 
 
-@functools.cache
-def drafter_of(name: str, model: Callable[[int], Tiny], vocab_size: int) -> tuple[Network, Weights, Drafter]:
-    """The network of a case, random weights of it and its drafter."""
+def of(name: str, tiny: Tiny) -> tuple[Network, Weights]:
+    """The network of a case, and random weights of it."""
     from jspec.drafters import nets
 
-    case, tiny = NETWORKS[name], model(vocab_size)
+    case, vocab_size = NETWORKS[name], tiny.lm.config.vocab_size
     network = case.network(tiny)
     weights = shaken(Weights(network.init(jax.random.key(5))))
     if case.rows:
         ids = jnp.arange(vocab_size * 3 // 4, dtype=jnp.int32) + vocab_size // 4
-        weights = weights._replace(head=nets.rows_of_head(tiny.lm, tiny.params, ids), ids=ids)
-    return network, weights, case.drafter(network, weights)
+        own = network.config.head == "own"
+        weights = weights._replace(
+            head=None if own else nets.rows_of_head(tiny.lm, tiny.params, ids), ids=ids
+        )
+    return network, weights
+
+
+@functools.cache
+def drafter_of(name: str, model: Callable[[int], Tiny], vocab_size: int) -> tuple[Network, Weights, Drafter]:
+    """The network of a case, random weights of it and its drafter."""
+    network, weights = of(name, model(vocab_size))
+    return network, weights, NETWORKS[name].drafter(network, weights)

@@ -31,6 +31,10 @@ STATEFUL = (
     "masked",
     "medusa",
     "hydra tree",
+    "eagle/block",
+    "eagle3 own tree",
+    "mtp/block",
+    "mtp heads/block",
 )
 QUICK_STATEFUL = ("model/block", "token_recycling")
 

@@ -134,6 +134,20 @@ def heads(kind: str, **options) -> Callable[[Tiny, Tiny], Drafter]:
     return make
 
 
+def trained(name: str, **options) -> Callable[[Tiny, Tiny], Drafter]:
+    """The drafter of a network in `networks.NETWORKS`, with random weights."""
+
+    def make(t: Tiny, d: Tiny) -> Drafter:
+        import networks
+
+        return networks.NETWORKS[name].drafter(*networks.of(name, t), **options)
+
+    return make
+
+
+#: Every kind of node: kept, not kept, expanded or not.
+DYNAMIC = drafters.TreeSettings(top_k=2, depth=3, num_nodes=6)
+
 CASES: dict[str, Case] = {
     "plain": Case(lambda t, d: drafters.plain(), verify.target_only),
     "scripted": Case(lambda t, d: testing.scripted([1, 2, 3, 0, 1, 2, 3, 0] * 8, 3), verify.target_only),
@@ -226,6 +240,19 @@ CASES |= {
     "masked": Case(netted(masked, drafters.masked), verify.block),
     "masked block": Case(netted(masked_block, drafters.masked, 3), verify.token),
     "masked greedy": Case(netted(masked, drafters.masked, sample=False), verify.target_only),
+}
+
+CASES |= {
+    "eagle/block": Case(trained("eagle"), verify.block),
+    "eagle greedy": Case(trained("eagle", sample=False), verify.target_only),
+    "eagle confidence": Case(trained("eagle", proceed=drafters.confidence(0.3)), verify.token),
+    "eagle tree/tree": Case(trained("eagle rows", tree=DYNAMIC), verify.tree),
+    "eagle3/token": Case(trained("eagle3"), verify.token),
+    "eagle3 own tree": Case(trained("eagle3 own", tree=DYNAMIC), verify.target_only),
+    "mtp/block": Case(trained("mtp rows"), verify.block),
+    "mtp tree": Case(trained("mtp", tree=DYNAMIC), verify.target_only),
+    "mtp heads/block": Case(trained("mtp heads"), verify.block),
+    "mtp heads tree": Case(trained("mtp heads tap", tree=DYNAMIC), verify.tree),
 }
 
 

@@ -97,7 +97,7 @@ def dynamic_tree(
     def level(d: Int[Array, ""], carry: tuple) -> tuple:
         scores, tokens, parents, beam, shared, places = carry
         beam, shared, logits = expand(d, beam, shared, take(tokens, places))
-        score, column = _children(logits, jnp.take_along_axis(scores, places, 1), k)
+        score, column = _children(logits, take(scores, places), k)
         start = k + (d - 1) * k * k
         scores = put(scores, score, start)
         tokens = put(tokens, token_of(column), start)
@@ -107,13 +107,14 @@ def dynamic_tree(
         return scores, tokens, parents, beam, shared, start + picked
 
     places = jnp.broadcast_to(first, (batch, k))
-    carry = (scores, tokens, parents, beam, shared, places)
-    scores, tokens, parents, *_ = jax.lax.fori_loop(1, settings.depth, level, carry)
+    if settings.depth > 1:
+        carry = (scores, tokens, parents, beam, shared, places)
+        scores, tokens, parents, *_ = jax.lax.fori_loop(1, settings.depth, level, carry)
 
     kept = jnp.sort(top_k(scores, settings.num_nodes - 1)[1], axis=1)
     above = take(parents, kept)
     same = above[:, :, None] == kept[:, None]  # nobody's where the parent is the root
-    valid = jnp.take_along_axis(scores, kept, 1) > -jnp.inf
+    valid = take(scores, kept) > -jnp.inf
     parent = jnp.where(same.any(2), 1 + jnp.argmax(same, axis=2), 0).astype(jnp.int32)
     return Draft(
         tokens=jnp.concatenate([root[:, None], jnp.where(valid, take(tokens, kept), 0)], axis=1),

@@ -175,7 +175,7 @@ def eagle(
       tree: EAGLE-2's dynamic tree instead of a chain; ``num_tokens`` and ``sample`` do not matter then.
     Raises:
       ValueError: ``num_tokens`` < 1; another network; weights of another head; an impossible tree; a tree
-        and ``proceed``.
+        and ``proceed``; a target of another width or vocabulary (when first run).
 
     Reference: Li et al., arXiv 2401.15077, 2406.16858 (tree) and 2503.01840 (EAGLE-3).
     """

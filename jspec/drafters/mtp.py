@@ -155,7 +155,7 @@ def mtp(
       tree: EAGLE-2's dynamic tree instead of a chain; ``num_tokens`` and ``sample`` do not matter then.
     Raises:
       ValueError: ``num_tokens`` out of its range; another network; weights of another head; an impossible
-        tree; a tree and ``proceed``.
+        tree; a tree and ``proceed``; a target of another width or vocabulary (when first run).
 
     Reference: DeepSeek-AI, arXiv 2412.19437; Cai et al., arXiv 2509.18362 (FastMTP); Gloeckle et al., arXiv
     2404.19737 (independent heads).

@@ -87,12 +87,12 @@ def network(kind: type[Recurrence], config: RecurrentConfig, taps: tuple[int, ..
     return Network(init, teach, taps, config)
 
 
-def check_length(config: RecurrentConfig, num_tokens: int) -> None:
+def check_length(config: RecurrentConfig, length: int, name: str = "num_tokens") -> None:
     """Refuse drafts that the net cannot make."""
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens: expected a number >= 1, got {num_tokens}")
-    if config.longest is not None and num_tokens > config.longest:
-        raise ValueError(f"num_tokens: expected at most {config.longest} (num_layers), got {num_tokens}")
+    if length < 1:
+        raise ValueError(f"{name}: expected a number >= 1, got {length}")
+    if config.longest is not None and length > config.longest:
+        raise ValueError(f"{name}: expected at most {config.longest} (num_layers), got {length}")
 
 
 # --- drafting ---------------------------------------------------------------------------------------
@@ -112,6 +112,82 @@ class RecurrentState(NamedTuple):
     g: Float[Array, "B E"]
 
 
+def _chain(
+    module: Recurrence,
+    params: RecurrentParams,
+    state: RecurrentState,
+    context: Context,
+    keys: Keys,
+    num_tokens: int,
+    sample: bool,
+) -> Draft:
+    batch = context.lengths.shape[0]
+    # Rows of the drafted pairs, filled from the left; the t-th pair sees those before it and itself (the
+    # last column):   t = 2:  1 . . 1
+    spare = max(num_tokens - 1, 1)  # an array to write to, even if no pair is run
+    column = jnp.arange(spare + 1)
+
+    def advance(carry: tuple, token: Array, t: Array) -> tuple:
+        g, pending = carry
+        embedded = context.target.embed(context.params, token[:, None]).astype(module.dtype)
+        mask = jnp.broadcast_to(((column < t - 1) | (column == spare))[None, None], (batch, 1, spare + 1))
+        position = (state.cache.lengths + t - 1)[:, None]
+        x = module.join(embedded, module.feed(g)[:, None])
+        g, rows = module.extend(state.cache, x, position, mask, pending)
+        pending = jax.tree.map(lambda old, new: old.at[:, t - 1].set(new[:, -1], mode="drop"), pending, rows)
+        return g[:, 0], pending
+
+    def step(carry: tuple, token: Array, t: Array, active: Array) -> tuple[tuple, Array]:
+        if module.feeds_back:  # the root's own pair is in the cache
+            carry = jax.lax.cond(t > 0, advance, lambda carry, token, t: carry, carry, token, t)
+        hidden = module.read(carry[0], t)
+        logits = nets.logits(params.weights, context.target, context.params, hidden)
+        return carry, nets.spread(params.weights, logits, context.target.config.vocab_size)
+
+    carry = (state.g, module.scratch(batch, spare))
+    draft, _ = draft_chain(
+        context, keys, step, carry, num_tokens=num_tokens, sample=sample, proceed=params.proceed
+    )
+    return draft
+
+
+def _tree(
+    module: Recurrence, params: RecurrentParams, state: RecurrentState, context: Context, tree: TreeSettings
+) -> Draft:
+    batch, k = context.lengths.shape[0], tree.top_k
+    spare = max(tree.depth - 1, 1) * k if module.feeds_back else 0
+    column = jnp.arange(spare)[None, None]
+    node = jnp.arange(k)
+    itself = jnp.broadcast_to(jnp.eye(k, dtype=bool)[None], (batch, k, k))
+
+    def logits(g: Array, step: Array | int) -> Float[Array, "*n Vd"]:
+        return nets.logits(params.weights, context.target, context.params, module.read(g, step))
+
+    def expand(level: Array, beam: tuple, pending: kv.Rows, tokens: Array) -> tuple:
+        g, seen = beam
+        if not module.feeds_back:
+            return beam, pending, logits(g, level)
+        embedded = context.target.embed(context.params, tokens).astype(module.dtype)
+        positions = jnp.broadcast_to((state.cache.lengths + level - 1)[:, None], (batch, k))
+        x = module.join(embedded, module.feed(g))
+        mask = jnp.concatenate([seen, itself], axis=2)
+        g, rows = module.extend(state.cache, x, positions, mask, pending)
+        start = (level - 1) * k
+        pending = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, spare:], start, axis=1),
+            pending,
+            rows,
+        )
+        # Children of a node see what it saw, and the node.
+        return (g, seen | (column == (start + node)[None, :, None])), pending, logits(g, level)
+
+    g = jnp.broadcast_to(state.g[:, None], (batch, k, *module.output))
+    beam = (g, jnp.zeros((batch, k, spare), bool))
+    first = logits(state.g, 0)
+    pending = module.scratch(batch, spare)
+    return dynamic_tree(root(context), first, expand, beam, pending, tree, params.weights.ids)
+
+
 @functools.cache
 def method(
     kind: type[Recurrence],
@@ -124,93 +200,22 @@ def method(
     """The drafting method of a module class: a chain, or a dynamic tree."""
     module_of = build(kind, config)
 
-    def init(
-        params: RecurrentParams, prompt: Prompt, capacity: int, target: LanguageModel
-    ) -> RecurrentState:
+    def init(params: RecurrentParams, prompt: Prompt, capacity: int, target: LanguageModel) -> RecurrentState:
+        for name in ("width", "vocab_size"):
+            expected, got = getattr(config, name), getattr(target.config, name, None)
+            if got != expected:
+                raise ValueError(f"target: expected {name} = {expected} as the network has, got {got}")
         module: Recurrence = module_of(params.weights.net)
         batch = prompt.lengths.shape[0]
-        return RecurrentState(
-            module.start(batch, capacity), jnp.zeros((batch, *module.output), module.dtype)
-        )
+        return RecurrentState(module.start(batch, capacity), jnp.zeros((batch, *module.output), module.dtype))
 
     def propose(
         params: RecurrentParams, state: RecurrentState, context: Context, keys: Keys
     ) -> tuple[Draft, RecurrentState]:
-        propose = _propose_chain if tree is None else _propose_tree
-        return propose(module_of(params.weights.net), params, state, context, keys), state
-
-    def _propose_chain(
-        module: Recurrence, params: RecurrentParams, state: RecurrentState, context: Context, keys: Keys
-    ) -> Draft:
-        batch = context.lengths.shape[0]
-        # Rows of the drafted pairs, filled from the left; the t-th pair sees those before it and itself (the
-        # last column):   t = 2:  1 . . 1
-        spare = max(num_tokens - 1, 1)  # an array to write to, even if no pair is run
-        column = jnp.arange(spare + 1)
-
-        def advance(carry: tuple, token: Array, t: Array) -> tuple:
-            g, pending = carry
-            embedded = context.target.embed(context.params, token[:, None]).astype(module.dtype)
-            mask = jnp.broadcast_to(
-                ((column < t - 1) | (column == spare))[None, None], (batch, 1, spare + 1)
-            )
-            position = (state.cache.lengths + t - 1)[:, None]
-            x = module.join(embedded, module.feed(g)[:, None])
-            g, rows = module.extend(state.cache, x, position, mask, pending)
-            pending = jax.tree.map(
-                lambda old, new: old.at[:, t - 1].set(new[:, -1], mode="drop"), pending, rows
-            )
-            return g[:, 0], pending
-
-        def step(carry: tuple, token: Array, t: Array, active: Array) -> tuple[tuple, Array]:
-            if module.feeds_back:  # the root's own pair is in the cache
-                carry = jax.lax.cond(t > 0, advance, lambda carry, token, t: carry, carry, token, t)
-            hidden = module.read(carry[0], t)
-            logits = nets.logits(params.weights, context.target, context.params, hidden)
-            return carry, nets.spread(params.weights, logits, config.vocab_size)
-
-        carry = (state.g, module.scratch(batch, spare))
-        draft, _ = draft_chain(
-            context, keys, step, carry, num_tokens=num_tokens, sample=sample, proceed=params.proceed
-        )
-        return draft
-
-    def _propose_tree(
-        module: Recurrence, params: RecurrentParams, state: RecurrentState, context: Context, keys: Keys
-    ) -> Draft:
-        assert tree is not None
-        batch, k = context.lengths.shape[0], tree.top_k
-        spare = max(tree.depth - 1, 1) * k if module.feeds_back else 0
-        column = jnp.arange(spare)[None, None]
-        node = jnp.arange(k)
-        itself = jnp.broadcast_to(jnp.eye(k, dtype=bool)[None], (batch, k, k))
-
-        def logits(g: Array, step: Array | int) -> Float[Array, "*n Vd"]:
-            return nets.logits(params.weights, context.target, context.params, module.read(g, step))
-
-        def expand(level: Array, beam: tuple, pending: kv.Rows, tokens: Array) -> tuple:
-            g, seen = beam
-            if not module.feeds_back:
-                return beam, pending, logits(g, level)
-            embedded = context.target.embed(context.params, tokens).astype(module.dtype)
-            positions = jnp.broadcast_to((state.cache.lengths + level - 1)[:, None], (batch, k))
-            x = module.join(embedded, module.feed(g))
-            mask = jnp.concatenate([seen, itself], axis=2)
-            g, rows = module.extend(state.cache, x, positions, mask, pending)
-            start = (level - 1) * k
-            pending = jax.tree.map(
-                lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, spare:], start, axis=1),
-                pending,
-                rows,
-            )
-            # Children of a node see what it saw, and the node.
-            return (g, seen | (column == (start + node)[None, :, None])), pending, logits(g, level)
-
-        g = jnp.broadcast_to(state.g[:, None], (batch, k, *module.output))
-        beam = (g, jnp.zeros((batch, k, spare), bool))
-        first = logits(state.g, 0)
-        pending = module.scratch(batch, spare)
-        return dynamic_tree(root(context), first, expand, beam, pending, tree, params.weights.ids)
+        module: Recurrence = module_of(params.weights.net)
+        if tree is not None:
+            return _tree(module, params, state, context, tree), state
+        return _chain(module, params, state, context, keys, num_tokens, sample), state
 
     def update(
         params: RecurrentParams,
@@ -253,8 +258,10 @@ def drafter(
         for a tree, which reads no law.
     """
     config = network.config
-    check_length(config, num_tokens if tree is None else tree.depth)
-    if tree is not None:
+    if tree is None:
+        check_length(config, num_tokens)
+    else:
+        check_length(config, tree.depth, "tree.depth")
         tree.check(config.columns)
         if proceed is not None:
             raise ValueError("proceed: expected None with a tree, got a stopping rule")

@@ -87,7 +87,7 @@ def drafter(config: Config, data: DataFolder = Path("."), output: Output = None)
 
 @app.command()
 def plan(config: Config, data: DataFolder = Path(".")) -> None:
-    """How long the text, features and training of a drafter take on this device, measured in a short burst."""
+    """How long a drafter's text, features and training take on this device, by a short measured burst."""
     from training import config as configs
     from training import drafter as recipes
     from training import plan as plans

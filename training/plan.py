@@ -1,4 +1,4 @@
-"""How long a draft network's text, features and training would take on this device: a short measured burst."""
+"""How long a draft network's text, features and training take on this device: a short measured burst."""
 
 from __future__ import annotations
 

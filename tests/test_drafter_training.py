@@ -16,11 +16,11 @@ import jspec
 from jspec.drafters import kinds, nets, stored
 from jspec.testing import tiny_decoder, tiny_seq2seq
 from training import __main__ as command
-from training import drafter, forward, metrics, plan, recipe, teaching
+from training import drafter, forward, metrics, plan, recipe, teaching, text
 from training.data import Example
 
 VOCAB, END = 24, 1
-EXAMPLES = [Example([4 + i % 20, 2 + i % 3, 3][: 1 + i % 3], [5, 6, END][i % 2 :]) for i in range(24)]
+EXAMPLES = [Example([4 + i % 18, 2 + i % 3, 3][: 1 + i % 3], [5, 6, END][i % 2 :]) for i in range(24)]
 CORPUS = recipe.Corpus(EXAMPLES[:16], EXAMPLES[16:])
 
 
@@ -68,10 +68,25 @@ def settings(**changes):
     return drafter.Drafter.model_validate(given | changes)
 
 
+def canned(model, examples, writing, temperature, seed, **_):
+    """Answers as if written: what is compiled to generate them is not what these tests are about."""
+    random = np.random.default_rng(int(temperature) + seed)
+    return [
+        Example(e.source, [*random.integers(2, 20, random.integers(2, 8)).tolist(), END]) for e in examples
+    ]
+
+
+@pytest.fixture
+def no_generation(monkeypatch):
+    monkeypatch.setattr(text, "answered", canned)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    found = drafter.run(settings(), CORPUS, folder / "run", target=target(), cache=folder / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "answered", canned)
+        found = drafter.run(settings(), CORPUS, folder / "run", target=target(), cache=folder / "cache")
     return found, folder / "run"
 
 
@@ -82,7 +97,7 @@ def rows_of(folder, evaluations):
 # --- a run ------------------------------------------------------------------------------------------
 
 
-def test_a_run_learns_writes_its_curve_and_drafts(trained):
+def test_a_run_learns_and_writes_its_curve(trained):
     found, folder = trained
     losses = [row["loss"] for row in rows_of(folder, evaluations=False)]
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
@@ -102,13 +117,9 @@ def test_a_run_learns_writes_its_curve_and_drafts(trained):
     assert again.network is found.network
     assert again.num_tokens == 3
     jax.tree.map(np.testing.assert_array_equal, again.weights, found.weights)
-    sources = [e.source for e in EXAMPLES[:4]]
-    plain = jspec.generate(target(), sources, max_new_tokens=6)
-    drafted = jspec.generate(target(), sources, max_new_tokens=6, drafter=stored.drafter(again))
-    assert drafted.tokens == plain.tokens
 
 
-def test_a_run_goes_on_exactly(trained, tmp_path, monkeypatch):
+def test_a_run_goes_on_exactly(trained, tmp_path, monkeypatch, no_generation):
     """Interrupted between two checkpoints: same losses, same curve, same weights."""
     whole, folder = trained
     batch = drafter.Batchwise.batch
@@ -119,10 +130,10 @@ def test_a_run_goes_on_exactly(trained, tmp_path, monkeypatch):
         return batch(self, step, params)
 
     options = {"target": target(), "cache": folder.parent / "cache"}
-    monkeypatch.setattr(drafter.Batchwise, "batch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        drafter.run(settings(), CORPUS, tmp_path / "run", **options)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter.Batchwise, "batch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            drafter.run(settings(), CORPUS, tmp_path / "run", **options)
     assert not (tmp_path / "run" / stored.CONFIG).exists()
     again = drafter.run(settings(), CORPUS, tmp_path / "run", **options)
     jax.tree.map(np.testing.assert_array_equal, again.weights, whole.weights)
@@ -202,7 +213,7 @@ def test_simulated_acceptance_is_that_of_the_laws():
 
 
 @pytest.mark.slow
-def test_features_on_disk_and_on_the_fly_teach_the_same(trained, tmp_path):
+def test_features_on_disk_and_on_the_fly_teach_the_same(trained, tmp_path, no_generation):
     _, folder = trained
     changes = {"training": {"steps": 4, "optimizer": {"learning_rate": 0.02}}}
     found = {}
@@ -246,7 +257,7 @@ def test_every_head_learns(kind, changes, tmp_path):
 
 
 @pytest.mark.slow
-def test_going_on_from_a_stored_drafter(trained, tmp_path):
+def test_going_on_from_a_stored_drafter(trained, tmp_path, no_generation):
     _, folder = trained
     config = settings(init=str(folder), training={"steps": 2, "optimizer": {"learning_rate": 1e-3}})
     drafter.run(config, CORPUS, tmp_path / "run", target=target(), cache=folder.parent / "cache")
@@ -260,7 +271,7 @@ def test_going_on_from_a_stored_drafter(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_gradients_are_accumulated_over_micro_batches(trained, tmp_path):
+def test_gradients_are_accumulated_over_micro_batches(trained, tmp_path, no_generation):
     """All anchors, a loss without draft vocabulary: exactly the large batch's."""
     found = {}
     for parts in (1, 2):
@@ -385,5 +396,5 @@ def test_wrong_settings(tmp_path):
     plain = LINEAR._replace(network=lambda config: linear_network(config)._replace(details=None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(kinds.KINDS, "linear", plain)
-        with pytest.raises(ValueError, match=r"loss\.regression: expected 0 for kind 'linear'"):
+        with pytest.raises(ValueError, match=r"loss\.regression: expected 0 for a drafter of kind 'linear'"):
             drafter.network_of(settings(), target())

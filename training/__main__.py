@@ -17,6 +17,10 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 Config = Annotated[Path, typer.Option(help="A YAML file as in configs/.")]
 DataFolder = Annotated[Path, typer.Option(help="What the configuration's data files are relative to.")]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/<config's name>.")]
+Cache = Annotated[
+    Path | None,
+    typer.Option(help="Folder for what the target writes and shows, for several runs; default: the run's."),
+]
 MeshShape = Annotated[str | None, typer.Option(help="Devices, DATAxMODEL as in 4x2; default: one.")]
 
 
@@ -78,11 +82,13 @@ def distill(
 
 
 @app.command()
-def drafter(config: Config, data: DataFolder = Path("."), output: Output = None) -> None:
+def drafter(
+    config: Config, data: DataFolder = Path("."), output: Output = None, cache: Cache = None
+) -> None:
     """A network that reads the target's hidden states learns to draft for it."""
     from training import drafter as recipes
 
-    _train(recipes, recipes.Drafter, config, data, output, console=_console())
+    _train(recipes, recipes.Drafter, config, data, output, cache=cache, console=_console())
 
 
 @app.command()

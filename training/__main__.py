@@ -121,6 +121,26 @@ def ngram(config: Config, data: DataFolder = Path("."), output: Output = None) -
 
 
 @app.command()
+def prompts(
+    output: Annotated[Path, typer.Argument(help="A JSONL file; its key is `prompt`.")],
+    target: Annotated[str, typer.Option(help="A chat model, as `jspec.load` takes it.")],
+    count: Annotated[int, typer.Option(min=1, help="Turns to draw; what is cut off or double is left out.")],
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+) -> None:
+    """Prompts that a chat model writes itself, to have it answer them."""
+    from jspec import load
+    from training import prompts as made
+
+    options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "batch_size": batch_size}
+    found = made.write_prompts(load(target), count, **options)
+    made.save_prompts(output, found)
+    print(f"{output}: {len(found)} prompts of {count} turns")
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
     folder: Annotated[Path, typer.Argument(help="A new folder, in Hugging Face's format.")],

@@ -64,6 +64,8 @@ class Teaching:
         if self.loss.needs:
             assert self.network.details is not None
             logits, details = self.network.details(*arguments)
+            if missing := [name for name in self.loss.needs if details.get(name) is None]:
+                raise ValueError(f"loss: expected a network with {missing[0]!r} among its details, got none")
         else:
             logits = self.network.teach(*arguments)
         return known, logits if weights.ids is not None else logits[..., : self.vocab_size], details

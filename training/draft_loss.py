@@ -8,10 +8,11 @@ over all depths of all anchors of a sequence, so that a long answer counts no mo
 (`losses.sequence_mean`). L is one of `training.losses`, w_k the weight of a depth (`Weighting`), and m says
 where the term means something. On a reduced vocabulary D, where q = 0 outside::
 
-    cross_entropy                                     m: the label is in D
-    forward_kl, reverse_kl, jsd                       p renormalised on D; m: the target's first choice is in D
-    total_variation, negative_log_acceptance          p as it is: alpha = sum_{x in D} min(p, q)
-    lk_hybrid                                         its KL as the KLs, 0 where these have m = 0; its alpha as it is
+    cross_entropy                               m: the label is in D
+    forward_kl, reverse_kl, jsd                 p renormalised on D; m: the target's first choice is in D
+    total_variation, negative_log_acceptance    p as it is: alpha = sum_{x in D} min(p, q)
+    lk_hybrid                                   its KL like the KLs, 0 where these have m = 0; p as it is in
+                                                the rest of it
 
 (EAGLE-3, arXiv 2503.01840, masks so; LK losses, arXiv 2602.23881, tell the two p apart.)
 """
@@ -68,9 +69,9 @@ class Weighting(Strict):
     """The weight of depth k = 1 .. K, up to the normalisation per sequence.
 
     uniform: 1. decay: ``decay ** (k - 1)`` (EAGLE-3 .8, FastMTP .6). dflash: ``exp(-(k - 1) / gamma)``
-    (arXiv 2602.06036: 7 for a block of 16, 4 for 8). dpace: ``sum_{m >= k} prod_{i <= m} (1 - s) alpha_i + s`` with
-    the exact alpha_i, without gradient: how much of the accepted length hangs on depth k (D-PACE, arXiv 2605.18810,
-    there with q(label) for alpha).
+    (DFlash: 7 for a block of 16, 4 for 8). dpace: ``sum_{m >= k} prod_{i <= m} ((1 - s) alpha_i + s)`` with
+    the exact alpha_i, without gradient, s = ``smoothing``: how much of the accepted length hangs on depth k
+    (D-PACE, arXiv 2605.18810, there with q(label) for alpha).
     """
 
     kind: Literal["uniform", "decay", "dflash", "dpace"] = "decay"
@@ -109,8 +110,8 @@ def acceptance(known: Known, logits: Float[Array, "B A K Vd"]) -> Float[Array, "
 
 
 def _whole(known: Known, logits: Array) -> tuple[Float[Array, "B A K Vw"], Float[Array, "B A K Vw"]]:
-    """Logits over the columns and, where the vocabulary is reduced, one more that stands for all other tokens:
-    it has their mass under the target, and none under the drafter."""
+    """Logits over the columns and, where the vocabulary is reduced, one more that stands for all other
+    tokens: it has their mass under the target, and none under the drafter."""
     if known.rest is None:
         return known.target, logits
     impossible = jnp.full((*logits.shape[:-1], 1), -jnp.inf, logits.dtype)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -14,21 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 import rich.console
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jspec import models
 from jspec.checkpoint import Model, load
 from jspec.drafters import kinds, nets, stored
-from jspec.drafters.nets import HeadKind, Network, Text, Weights
+from jspec.drafters.nets import HeadKind, Network, Weights
 from jspec.drafters.stored import Stored
-from jspec.types import LanguageModel, PyTree
-from training import anchors, draft_loss, forward, losses, recipe, text
+from jspec.types import PyTree
+from training import recipe, text
 from training.buckets import choose_edges
 from training.config import Batching, Count, Strict, Training
 from training.data import Batch, Example, Limits, Mixture, widths
-from training.draft_loss import DraftLoss, Known
+from training.draft_loss import DraftLoss
 from training.features import Precision, Shown
 from training.loop import fit
+from training.teaching import Teaching, simulate
 
 EVALUATION_SEED = 2**31
 TEMPERATURES = (0.0, 1.0)  # of the held-out texts
@@ -37,14 +36,14 @@ TEMPERATURES = (0.0, 1.0)  # of the held-out texts
 class Drafter(Strict):
     """A target, a draft network, its head, text, a loss, and a loop.
 
-    ``network`` holds settings of the kind's config (`jspec.drafters.kinds`). ``head`` is the target's, rows of
-    it (frozen), or the network's own (trained, from these rows on); with ``draft_vocab`` its columns are the so
-    many most frequent tokens of the training answers. ``init`` names a stored drafter to go on from.
+    ``network`` holds settings of the kind's config (`jspec.drafters.kinds`). ``head`` is the target's, rows
+    of it (frozen), or the network's own (trained, from these rows on); with ``draft_vocab`` its columns are
+    the so many most frequent tokens of the training answers. ``init`` names a stored drafter to go on from.
 
-    At every step ``anchors`` places of each sequence are drawn (None: all), and from each the network is taught
-    ``num_tokens`` laws. With ``features`` what the target shows of all training text lies on the disk, 2 * width
-    bytes a token for the hidden state and for each layer that the network taps; without, its forward is part of
-    the step.
+    At every step ``anchors`` places of each sequence are drawn (None: all), and from each the network is
+    taught ``num_tokens`` laws. With ``features`` what the target shows of all training text lies on the disk,
+    2 * width bytes a token for the hidden state and for each layer that the network taps; without, its
+    forward is part of the step.
 
     Evaluations are on what the target writes to the validation sources, greedily and sampled.
     """
@@ -81,65 +80,6 @@ class Drafter(Strict):
         if self.training.dropout:
             raise ValueError(f"training.dropout: expected 0, got {self.training.dropout}")
         return self
-
-
-# --- the objective ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Teaching:
-    """The objective: the network's laws after a sample of anchors against the target's.
-
-    ``frozen`` holds the target's params, and head and ids of `Weights`; the trained params are its net.
-    """
-
-    target: LanguageModel
-    network: Network
-    loss: draft_loss.Objective
-    num_tokens: int
-    anchors: int | None
-    vocab_size: int  # logits from there on are padding
-
-    def __call__(
-        self, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
-    ) -> tuple[Float[Array, ""], dict[str, Array]]:
-        """See `training.loop.Objective`."""
-        return self.loss(*self.taught(params, frozen, batch, key)), {}
-
-    def taught(
-        self, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
-    ) -> tuple[Known, Float[Array, "B A K Vd"], dict[str, Array]]:
-        """What is known at the anchors drawn with ``key``, the network's logits there, and its details."""
-        weights = Weights(params, frozen["head"], frozen["ids"])
-        chosen = anchors.sample(key, batch.weights, self.anchors)
-        hidden, taps = self._shown(frozen["target"], batch)
-        known = anchors.look(
-            self.target,
-            frozen["target"],
-            hidden,
-            batch.labels,
-            *anchors.places(chosen, batch.weights, self.num_tokens),
-            weights.ids,
-            self.vocab_size,
-        )
-        given = Text(batch.tokens, batch.lengths, chosen, hidden, taps, batch.source, batch.source_lengths)
-        arguments = (weights, self.target, frozen["target"], given, self.num_tokens)
-        details: dict[str, Array] = {}
-        if self.loss.needs:
-            assert self.network.details is not None
-            logits, details = self.network.details(*arguments)
-        else:
-            logits = self.network.teach(*arguments)
-        return known, logits if weights.ids is not None else logits[..., : self.vocab_size], details
-
-    def _shown(self, target_params: PyTree, batch: PyTree) -> tuple[Array, dict[int, Array]]:
-        taps = self.network.taps
-        if batch.features is None:
-            found = forward.hidden(self.target, target_params, batch, taps=taps)
-            return jax.lax.stop_gradient((found.hidden, found.taps))
-        dtype = jax.tree.leaves(target_params)[0].dtype
-        hidden, *rest = jnp.split(jnp.asarray(batch.features).astype(dtype), 1 + len(taps), axis=-1)
-        return hidden, dict(zip(taps, rest, strict=True))
 
 
 # --- the draft vocabulary ---------------------------------------------------------------------------
@@ -279,7 +219,7 @@ def run(
 
     texts = Batchwise(config, parts, target, shown)
     validation = encoded(config, target, corpus.validation[: config.validation_examples], "validation")
-    objective = teaching(config, target, network)
+    objective = teaching(config, target, network, parts)
     frozen = frozen_of(target, begun.weights)
     params = fit(
         begun.weights.net,
@@ -338,10 +278,14 @@ def network_of(config: Drafter, target: Model) -> Network:
     return network
 
 
-def teaching(config: Drafter, target: Model, network: Network) -> Teaching:
-    """The objective of a configuration."""
+def teaching(
+    config: Drafter, target: Model, network: Network, parts: Sequence[Sequence[Example]]
+) -> Teaching:
+    """The objective of a configuration, for these texts and all that is written."""
     loss = config.loss.static()
-    return Teaching(target.lm, network, loss, config.num_tokens, config.anchors, target.vocab_size)
+    longest = max([config.max_new_tokens, *(len(example.target) for part in parts for example in part)])
+    sizes = (config.num_tokens, config.anchors, target.vocab_size, longest)
+    return Teaching(target.lm, network, loss, *sizes)
 
 
 def frozen_of(target: Model, weights: Weights) -> dict[str, Any]:
@@ -383,7 +327,7 @@ def begin(
         every = [example for part in parts for example in part]
         ids, coverage = draft_vocabulary(every, config.draft_vocab, target.vocab_size)
     net = models.cast(network.init(jax.random.key(config.training.seed)), "float32")
-    if config.head == "own":
+    if config.head == "own" and "head" in net:  # a language model of its own has it elsewhere
         columns = np.arange(target.lm.config.vocab_size, dtype=np.int32) if ids is None else ids
         with contextlib.suppress(ValueError):  # the target's head is no kernel: its own stays random
             rows = nets.rows_of_head(target.lm, target.params, jnp.asarray(columns))
@@ -399,55 +343,7 @@ def _coverage(parts: Sequence[Sequence[Example]], ids: Array | None) -> float:
     return float(np.isin(tokens, np.asarray(ids)).mean())
 
 
-# --- simulated acceptance ---------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnames=("objective", "dtype"))
-def _sums(
-    params: PyTree, frozen: PyTree, batch: PyTree, *, objective: Teaching, dtype: str
-) -> dict[str, Float[Array, " K"]]:
-    """Sums over the anchors, by depth."""
-    known, logits, _ = objective.taught(models.cast(params, dtype), frozen, batch, jax.random.key(0))
-    first = logits.argmax(-1).astype(jnp.int32)
-    if frozen["ids"] is not None:
-        first = frozen["ids"][first]
-    alpha = draft_loss.acceptance(known, logits)
-    entropy = losses.cross_entropy(None, logits, jnp.maximum(known.labels, 0))
-    labelled = known.exists & (known.labels >= 0)
-    found = {
-        "exists": known.exists,
-        "accepted": jnp.cumprod((known.exists & (first == known.best)).astype(jnp.int32), axis=-1),
-        "alpha": alpha,
-        "kept": jnp.cumprod(alpha, axis=-1),
-        "labelled": labelled,
-        "entropy": jnp.where(labelled, entropy, 0),
-    }
-    return {name: value.astype(jnp.float32).sum((0, 1)) for name, value in found.items()}
-
-
-def simulate(
-    objective: Teaching, params: PyTree, frozen: PyTree, batches: Sequence[Any], *, dtype: str = "float32"
-) -> dict[str, float]:
-    """What a chain of K drafted tokens would be worth on these texts, from the target's and the network's laws
-    alone: means over the anchors after which a token k exists, the same at every call.
-
-    Returns:
-      For k = 1 .. K ``accepted_k``, the share of anchors from which the first choices of depths 1 .. k all are
-      the target's, and ``tau_0`` = 1 + sum_k accepted_k: on text that the target wrote greedily, what greedy decoding
-      emits a round. ``alpha_k`` = mean of sum min(p, q) at depth k, given the text before it, and
-      ``tau_1`` = 1 + sum_k mean of alpha_1 ... alpha_k, an estimate for sampling at temperature 1 on text that
-      was sampled so. ``validation_loss``: -log q of the text's tokens, of all depths, where they are columns.
-    """
-    parts = [_sums(params, frozen, batch, objective=objective, dtype=dtype) for batch in batches]
-    found = jax.device_get(parts)
-    total = {name: np.sum([part[name] for part in found], axis=0) for name in found[0]}
-    number = np.maximum(total["exists"], 1)
-    accepted, alpha, kept = (total[name] / number for name in ("accepted", "alpha", "kept"))
-    result = {f"accepted_{k + 1}": float(value) for k, value in enumerate(accepted)}
-    result |= {f"alpha_{k + 1}": float(value) for k, value in enumerate(alpha)}
-    loss = float(total["entropy"].sum() / max(total["labelled"].sum(), 1))
-    taus = {"tau_0": 1 + float(accepted.sum()), "tau_1": 1 + float(kept.sum())}
-    return {"validation_loss": loss} | taus | result
+# --- the learning curve -------------------------------------------------------------------------------
 
 
 def _evaluation(

@@ -1,4 +1,4 @@
-"""Pairs of texts from files or the Hub: JSONL, TSV, parallel text files, Hub data sets.
+"""Pairs of texts from files or the Hub: JSONL, TSV, parallel text files, Hub data sets, several of these.
 
 What a reader cannot make a pair of is an error that names the file and the line. Nothing is left out
 silently: pairs with an empty side are an error or, with ``skip_empty``, counted.
@@ -73,14 +73,14 @@ class Hub(_Source):
     target: str
 
 
-_One = Annotated[Jsonl | Tsv | Parallel | Hub, pydantic.Field(discriminator="format")]
+One = Annotated[Jsonl | Tsv | Parallel | Hub, pydantic.Field(discriminator="format")]
 
 
 class Several(Strict):
-    """The pairs of several files or data sets, one after the other."""
+    """Data sets one after the other."""
 
     format: Literal["several"]
-    parts: Annotated[tuple[_One, ...], pydantic.Field(min_length=1)]
+    parts: Annotated[tuple[One, ...], pydantic.Field(min_length=1)]
 
 
 DataConfig = Annotated[Jsonl | Tsv | Parallel | Hub | Several, pydantic.Field(discriminator="format")]
@@ -114,8 +114,9 @@ def read(config: DataConfig, folder: str | Path = ".") -> Corpus:
     Record(source='en-de: two', target='zwei')
     """
     if isinstance(config, Several):
-        found = [read(part, folder) for part in config.parts]
-        return Corpus([record for part in found for record in part.records], sum(p.skipped for p in found))
+        parts = [read(part, folder) for part in config.parts]
+        records = [record for part in parts for record in part.records]
+        return Corpus(records, sum(part.skipped for part in parts))
     pairs = itertools.islice(_READERS[config.format](config, Path(folder).expanduser()), config.max_records)
     records: list[Record] = []
     skipped = 0

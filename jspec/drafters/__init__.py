@@ -2,11 +2,11 @@
 
 from jspec.drafters.autoregressive import confidence, entropy_bound
 from jspec.drafters.beam import TreeSettings
+from jspec.drafters.block import BlockConfig, block, block_config, block_network, block_tree
 from jspec.drafters.eagle import Eagle3Config, EagleConfig, eagle, eagle3_taps, eagle_network
 from jspec.drafters.files import load, save
 from jspec.drafters.head_nets import HeadsConfig, heads_network
 from jspec.drafters.heads import heads
-from jspec.drafters.block import BlockConfig, block, block_config, block_network, block_tree
 from jspec.drafters.jacobi import jacobi, lookahead
 from jspec.drafters.length import heuristic
 from jspec.drafters.masked import MaskedConfig, masked, masked_network
@@ -25,16 +25,15 @@ NAMED = {
 
 __all__ = [
     "NAMED",
+    "BlockConfig",
     "Eagle3Config",
     "EagleConfig",
     "HeadsConfig",
+    "MaskedConfig",
     "MtpConfig",
     "MtpHeadsConfig",
     "NgramTable",
     "TreeSettings",
-    "BlockConfig",
-    "MaskedConfig",
-    "NgramTable",
     "block",
     "block_config",
     "block_network",

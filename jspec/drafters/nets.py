@@ -25,9 +25,9 @@ HeadKind = Literal["target", "rows", "own"]
 class Weights(NamedTuple):
     """Parameters of a draft network.
 
-    ``head`` is None where the target's head is used, and where the net has a head of its own, which is
-    ``net["head"]`` [E, Vd] in every family. ``ids`` are the target's ids of the head's columns,
-    increasing; None: column i is token i.
+    ``head`` is None where the target's head is used, or the net's own, the kernel ``net["head"]`` [E, Vd],
+    which is trained. ``ids`` are the target's ids of the head's columns, increasing; None: column i is
+    token i.
     """
 
     net: PyTree
@@ -64,7 +64,7 @@ class Network(NamedTuple):
     ``details``, if there is one, is called as ``teach`` and returns these logits and more that a loss may
     look at: "hidden" [B, A, K, E], what the net takes the target's hidden state to be where that law comes
     from (EAGLE's regression, arXiv 2401.15077); "confidence" [B, A, K], the logit of its being accepted
-    (DSpark).
+    (DSpark, arXiv 2607.05147).
     """
 
     init: Callable[[jax.Array], PyTree]

@@ -1,0 +1,96 @@
+"""The kinds of draft networks by name, and their settings as plain values.
+
+A family adds one line to `KINDS`; training, stored drafters and the command line find it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pydantic
+
+from jspec.drafters.nets import HeadKind, Network
+from jspec.types import Drafter
+
+
+def _nothing(target: Any) -> dict[str, Any]:
+    return {}
+
+
+class Kind(NamedTuple):
+    """A family of draft networks.
+
+    ``config`` is its frozen dataclass, ``network(config) -> Network`` its cached factory and
+    ``drafter(network, weights, num_tokens=..., **options) -> Drafter`` the method that it is served by unless
+    one says otherwise. ``defaults(target's config)`` are settings that follow from the target (head sizes,
+    rope, which layers are tapped) where the user says nothing.
+    """
+
+    config: type[Any]
+    network: Callable[[Any], Network]
+    drafter: Callable[..., Drafter]
+    defaults: Callable[[Any], dict[str, Any]] = _nothing
+
+
+KINDS: dict[str, Kind] = {}
+
+OF_THE_TARGET = ("width", "vocab_size")
+
+
+def find(name: str) -> Kind:
+    """The kind of that name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if name not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(sorted(KINDS))}, got {name!r}")
+    return KINDS[name]
+
+
+def configure(
+    name: str,
+    settings: Mapping[str, Any],
+    target: Any,
+    *,
+    head: HeadKind = "target",
+    draft_vocab: int | None = None,
+) -> Any:
+    """The config of a network for a target, from plain values (lists are read as tuples).
+
+    Args:
+      target: the target's config; width and vocabulary are its.
+    Raises:
+      ValueError: an unknown kind or setting, or a wrong one; one line.
+    """
+    for key in (*OF_THE_TARGET, "head", "draft_vocab"):
+        if key in settings:
+            raise ValueError(f"network.{key}: expected none, it is {_whose(key)}")
+    own = {"width": target.width, "vocab_size": target.vocab_size, "head": head, "draft_vocab": draft_vocab}
+    return build(name, {**find(name).defaults(target), **settings, **own})
+
+
+def _whose(key: str) -> str:
+    return "the target's" if key in OF_THE_TARGET else "a setting beside network"
+
+
+def build(name: str, values: Mapping[str, Any], where: str = "network") -> Any:
+    """The config that `dataclasses.asdict` made these values of.
+
+    Raises:
+      ValueError: an unknown kind, unknown, missing or wrong settings; one line.
+    """
+    config = find(name).config
+    known = {field.name for field in dataclasses.fields(config)}
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(f"{where}: unknown key {unknown[0]!r} for a drafter of kind {name!r}")
+    try:
+        return pydantic.TypeAdapter(config).validate_python(dict(values))
+    except pydantic.ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": ").removeprefix("Value error, ")
+            for e in error.errors()
+        ]
+        raise ValueError(f"{where}: {'; '.join(wrong)}") from None

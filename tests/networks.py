@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from zoo import Tiny
+from zoo import Tiny, head_network
 
+from jspec import drafters
 from jspec.drafters.nets import Network, Weights
 from jspec.types import Drafter
 
@@ -24,7 +25,15 @@ class Case(NamedTuple):
     rows: bool = False  # a reduced vocabulary: the head is three quarters of the target's rows
 
 
-NETWORKS: dict[str, Case] = {}
+NETWORKS: dict[str, Case] = {
+    "medusa": Case(head_network("medusa", layers=2), drafters.heads),
+    "medusa own head": Case(head_network("medusa", 4, head="own"), lambda n, w: drafters.heads(n, w, 3)),
+    "medusa rows": Case(head_network("medusa", head="rows"), drafters.heads, rows=True),
+    "hydra": Case(head_network("hydra", 4, layers=2), lambda n, w: drafters.heads(n, w, 3)),
+    "hydra own head": Case(head_network("hydra", head="own"), drafters.heads),
+    "hydra rows": Case(head_network("hydra", head="rows"), drafters.heads, rows=True),
+    "blockwise": Case(head_network("blockwise", 4), lambda n, w: drafters.heads(n, w, 3)),
+}
 
 
 def shaken(weights: Weights, seed: int = 0) -> Weights:

@@ -9,10 +9,12 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec import drafters, testing, trees, verify
+from jspec.drafters.nets import Network, Weights
 from jspec.types import Drafter, LanguageModel, Prompt, PyTree, Verifier
 
 
@@ -79,6 +81,7 @@ def law(vocab_size: int) -> np.ndarray:
 
 
 BINARY = trees.template(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+BUSHY = trees.template(((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 2), (0, 1, 0), (2, 0, 0), (2, 0, 1)))
 
 
 def sampled(*, distinct: bool) -> Callable[[Tiny, Tiny], Drafter]:
@@ -97,6 +100,38 @@ def bigram(vocab_size: int) -> drafters.NgramTable:
     arrays = (jnp.asarray(array, jnp.float32) for array in (unigram, laws[:, 0], laws[:, 1:]))
     unigram, backoff, excess = arrays
     return drafters.NgramTable(unigram, backoff, jnp.asarray(successors, jnp.int32), excess)
+
+
+def head_network(kind: str, num_heads: int = 3, **options) -> Callable[[Tiny], Network]:
+    """Heads for a target; rows are three quarters of its tokens."""
+
+    def make(model: Tiny) -> Network:
+        c = model.lm.config
+        columns = c.vocab_size * 3 // 4 if options.get("head") == "rows" else None
+        return drafters.heads_network(
+            drafters.HeadsConfig(
+                kind=kind,
+                width=c.width,
+                vocab_size=c.vocab_size,
+                num_heads=num_heads,
+                draft_vocab=columns,
+                **options,
+            )
+        )
+
+    return make
+
+
+def heads(kind: str, **options) -> Callable[[Tiny, Tiny], Drafter]:
+    """Random heads, of which Hydra's have two layers."""
+
+    def make(t: Tiny, d: Tiny) -> Drafter:
+        from networks import shaken
+
+        network = head_network(kind, layers=2 if kind == "hydra" else 1)(t)
+        return drafters.heads(network, shaken(Weights(network.init(jax.random.key(5)))), **options)
+
+    return make
 
 
 CASES: dict[str, Case] = {
@@ -131,6 +166,13 @@ CASES: dict[str, Case] = {
     "lookahead": Case(lambda t, d: drafters.lookahead(window=3, ngram=3, guesses=2), verify.target_only),
     "jacobi": Case(lambda t, d: drafters.jacobi(3), verify.target_only),
     "ngram": Case(lambda t, d: drafters.ngram(bigram(t.lm.config.vocab_size), 3), verify.block),
+    "medusa": Case(heads("medusa"), verify.block),
+    "medusa tree": Case(heads("medusa", template=BUSHY), verify.target_only),
+    "hydra": Case(heads("hydra"), verify.token),
+    "hydra greedy": Case(heads("hydra", num_tokens=2, sample=False), verify.target_only),
+    "hydra tree": Case(heads("hydra", template=BUSHY), verify.tree),
+    "blockwise": Case(heads("blockwise", proceed=drafters.confidence(0.3)), verify.block),
+    "blockwise tree": Case(heads("blockwise", template=BUSHY), verify.target_only),
 }
 
 
@@ -152,8 +194,6 @@ WIDTH = 32
 
 @functools.cache
 def _forward(lm: LanguageModel) -> Callable:
-    import jax
-
     from jspec.types import Block
 
     @jax.jit

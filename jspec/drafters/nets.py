@@ -25,9 +25,9 @@ HeadKind = Literal["target", "rows", "own"]
 class Weights(NamedTuple):
     """Parameters of a draft network.
 
-    ``head`` is None where the target's head is used, or the net's own, the kernel ``net["head"]`` [E, Vd],
-    which is trained. ``ids`` are the target's ids of the head's columns, increasing; None: column i is
-    token i.
+    ``head`` is None where the target's head is used, and where the net has a head of its own, which is
+    ``net["head"]`` [E, Vd] in every family. ``ids`` are the target's ids of the head's columns,
+    increasing; None: column i is token i.
     """
 
     net: PyTree
@@ -64,7 +64,7 @@ class Network(NamedTuple):
     ``details``, if there is one, is called as ``teach`` and returns these logits and more that a loss may
     look at: "hidden" [B, A, K, E], what the net takes the target's hidden state to be where that law comes
     from (EAGLE's regression, arXiv 2401.15077); "confidence" [B, A, K], the logit of its being accepted
-    (DSpark, arXiv 2607.05147).
+    (DSpark).
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -109,12 +109,12 @@ def logits(
     weights: Weights, target: LanguageModel, target_params: PyTree, hidden: Float[Array, "... E"]
 ) -> Float[Array, "... Vd"]:
     """Float32 logits over the head's columns."""
-    head = weights.head
-    if head is None and isinstance(weights.net, dict):
-        head = weights.net.get("head")
-    if head is None:
+    kernel = weights.head
+    if kernel is None and isinstance(weights.net, dict):
+        kernel = weights.net.get("head")
+    if kernel is None:
         return target.head(target_params, hidden)
-    return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def spread(weights: Weights, logits: Float[Array, "... Vd"], vocab_size: int) -> Float[Array, "... V"]:

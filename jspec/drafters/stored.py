@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ def save(
     *,
     num_tokens: int | None = None,
     dtype: DTypeLike | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a draft network. Rows of the target's head are not stored: `load` gathers them again.
 
@@ -48,6 +50,7 @@ def save(
 
     Args:
       dtype: of the stored parameters; None: as they are.
+      about: where it comes from, for people: its target, data, the command that made it.
     Raises:
       OSError: it cannot be written.
     """
@@ -64,6 +67,8 @@ def save(
     save_file(tensors, unfinished)
     unfinished.replace(folder / TENSORS)
     values = {"kind": kind, "config": dataclasses.asdict(config), "num_tokens": num_tokens}
+    if about is not None:
+        values["about"] = dict(about)
     orbax.write_json(folder / CONFIG, values)
 
 

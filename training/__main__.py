@@ -82,9 +82,7 @@ def distill(
 
 
 @app.command()
-def drafter(
-    config: Config, data: DataFolder = Path("."), output: Output = None, cache: Cache = None
-) -> None:
+def drafter(config: Config, data: DataFolder = Path("."), output: Output = None, cache: Cache = None) -> None:
     """A network that reads the target's hidden states learns to draft for it."""
     from training import drafter as recipes
 

@@ -323,7 +323,7 @@ def begin(
         every = [example for part in parts for example in part]
         ids, coverage = draft_vocabulary(every, config.draft_vocab, target.vocab_size)
     net = models.cast(network.init(jax.random.key(config.training.seed)), "float32")
-    if config.head == "own":
+    if config.head == "own" and "head" in net:  # a language model of its own has it elsewhere
         columns = np.arange(target.lm.config.vocab_size, dtype=np.int32) if ids is None else ids
         with contextlib.suppress(ValueError):  # the target's head is no kernel: its own stays random
             rows = nets.rows_of_head(target.lm, target.params, jnp.asarray(columns))

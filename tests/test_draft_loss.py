@@ -181,8 +181,8 @@ def test_anchors_are_a_sample_of_the_answer():
         assert found[1:].tolist() == [[-1, 3], [-1, -1]]
         seen.add(tuple(found[0]))
     assert len(seen) >= 5
-    every = anchors.sample(jax.random.key(0), weights, None)
-    assert every.tolist()[0] == [-1, 1, 2, 3, 4, -1]
+    every = anchors.sample(jax.random.key(0), weights, 9)
+    assert every.tolist()[0] == [-1, -1, 1, 2, 3, 4]
     chosen = np.array([[3], [3], [-1]], np.int32)
     at, exists = jax.device_get(jax.jit(anchors.places, static_argnums=2)(chosen, weights, 3))
     assert at[0, 0].tolist() == [3, 4, 5]
@@ -203,7 +203,7 @@ def test_the_target_s_laws_are_those_of_its_forward(reduced, monkeypatch):
     @jax.jit
     def look(params, hidden):
         at, exists = anchors.places(chosen, weights, 2)
-        found = anchors.look(lm, params, hidden, jnp.asarray(labels), at, exists, ids, 11)
+        found = anchors.look(lm, params, hidden, jnp.asarray(labels), at, exists, ids, 11, 4)
         return at, found, lm.head(params, hidden)[..., :11]  # two are padding
 
     at, found, logits = jax.device_get(look(params, hidden))

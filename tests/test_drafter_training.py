@@ -172,7 +172,7 @@ def test_simulated_acceptance_is_that_of_the_laws():
     model, taps = target(), ()
     network = drafter.network_of(config, model)
     begun = drafter.begin(config, model, network, [EXAMPLES])
-    objective = drafter.teaching(config, model, network)
+    objective = drafter.teaching(config, model, network, [EXAMPLES])
     frozen = drafter.frozen_of(model, begun.weights)
     shapes = (config.batching, config.training, ())
     batches = recipe.held_out(EXAMPLES[:8], *shapes)

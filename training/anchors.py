@@ -18,19 +18,15 @@ from training.draft_loss import Known
 ROWS = 256  # of the target's head at a time, where only some columns are kept
 
 
-def sample(key: jax.Array, weights: Float[Array, "B T"], number: int | None) -> Int[Array, "B A"]:
-    """``number`` anchors a row, without repetition, ascending, uniformly from those that there are; -1 where
-    there are fewer. None: every position, A = T, in its own column.
+def sample(key: jax.Array, weights: Float[Array, "B T"], number: int) -> Int[Array, "B A"]:
+    """A = min(``number``, T) anchors a row, without repetition, ascending, uniformly from those that there
+    are; -1 where there are fewer.
 
     >>> sample(jax.random.key(0), jnp.array([[0.0, 1.0, 1.0]]), 3).tolist()
     [[-1, 1, 2]]
     """
-    width = weights.shape[1]
-    positions = jnp.arange(width, dtype=jnp.int32)[None]
-    if number is None:
-        return jnp.where(weights > 0, positions, -1)
     scores = jnp.where(weights > 0, jax.random.uniform(key, weights.shape), -1)
-    best, chosen = jax.lax.top_k(scores, min(number, width))
+    best, chosen = jax.lax.top_k(scores, min(number, weights.shape[1]))
     return jnp.sort(jnp.where(best >= 0, chosen.astype(jnp.int32), -1), axis=1)
 
 
@@ -55,6 +51,7 @@ def look(
     exists: Bool[Array, "B A K"],
     ids: Int[Array, " Vd"] | None,
     vocab_size: int,
+    longest: int,
 ) -> Known:
     """What the target says at ``at``, without gradient.
 
@@ -66,11 +63,12 @@ def look(
         ``labels[:, t]`` in the text.
       ids: the drafter's columns; None: all tokens.
       vocab_size: tokens; logits from there on are padding and no part of a law.
+      longest: the most places of a row that exist.
     """
     batch, width, size = hidden.shape
     rows = jnp.arange(batch)[:, None]
     needed = jnp.zeros((batch, width), bool).at[rows[..., None], at].max(exists)
-    slots = min(width, at.shape[1] * at.shape[2])
+    slots = min(width, at.shape[1] * at.shape[2], longest)
     distinct = jnp.argsort(~needed, axis=1, stable=True)[:, :slots]  # the needed places first, in order
     slot = jnp.clip(jnp.cumsum(needed, axis=1) - 1, 0, slots - 1)[rows[..., None], at]  # [B, A, K]
 

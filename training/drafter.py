@@ -219,7 +219,7 @@ def run(
 
     texts = Batchwise(config, parts, target, shown)
     validation = encoded(config, target, corpus.validation[: config.validation_examples], "validation")
-    objective = teaching(config, target, network)
+    objective = teaching(config, target, network, parts)
     frozen = frozen_of(target, begun.weights)
     params = fit(
         begun.weights.net,
@@ -278,10 +278,14 @@ def network_of(config: Drafter, target: Model) -> Network:
     return network
 
 
-def teaching(config: Drafter, target: Model, network: Network) -> Teaching:
-    """The objective of a configuration."""
+def teaching(
+    config: Drafter, target: Model, network: Network, parts: Sequence[Sequence[Example]]
+) -> Teaching:
+    """The objective of a configuration, for these texts and all that is written."""
     loss = config.loss.static()
-    return Teaching(target.lm, network, loss, config.num_tokens, config.anchors, target.vocab_size)
+    longest = max([config.max_new_tokens, *(len(example.target) for part in parts for example in part)])
+    sizes = (config.num_tokens, config.anchors, target.vocab_size, longest)
+    return Teaching(target.lm, network, loss, *sizes)
 
 
 def frozen_of(target: Model, weights: Weights) -> dict[str, Any]:

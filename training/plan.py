@@ -74,7 +74,7 @@ def measure(config: Drafter, corpus: recipe.Corpus, *, target: Model | None = No
     begun = drafter.begin(config, target, network, [examples])
     step = seconds_per_step(
         begun.weights.net,
-        drafter.teaching(config, target, network),
+        drafter.teaching(config, target, network, [examples]),
         tokens,
         config.training,
         frozen=drafter.frozen_of(target, begun.weights),

@@ -32,6 +32,7 @@ class Teaching:
     num_tokens: int
     anchors: int | None
     vocab_size: int  # logits from there on are padding
+    longest: int  # answer tokens of a sequence; of longer answers not all can be anchors
 
     def __call__(
         self, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
@@ -44,7 +45,8 @@ class Teaching:
     ) -> tuple[Known, Float[Array, "B A K Vd"], dict[str, Array]]:
         """What is known at the anchors drawn with ``key``, the network's logits there, and its details."""
         weights = Weights(params, frozen["head"], frozen["ids"])
-        chosen = anchors.sample(key, batch.weights, self.anchors)
+        number = self.longest if self.anchors is None else min(self.anchors, self.longest)
+        chosen = anchors.sample(key, batch.weights, number)
         hidden, taps = self._shown(frozen["target"], batch)
         known = anchors.look(
             self.target,
@@ -54,6 +56,7 @@ class Teaching:
             *anchors.places(chosen, batch.weights, self.num_tokens),
             weights.ids,
             self.vocab_size,
+            self.longest,
         )
         given = Text(batch.tokens, batch.lengths, chosen, hidden, taps, batch.source, batch.source_lengths)
         arguments = (weights, self.target, frozen["target"], given, self.num_tokens)
@@ -61,6 +64,8 @@ class Teaching:
         if self.loss.needs:
             assert self.network.details is not None
             logits, details = self.network.details(*arguments)
+            if missing := [name for name in self.loss.needs if details.get(name) is None]:
+                raise ValueError(f"loss: expected a network with {missing[0]!r} among its details, got none")
         else:
             logits = self.network.teach(*arguments)
         return known, logits if weights.ids is not None else logits[..., : self.vocab_size], details

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import jspec
 from jspec import drafters
 from jspec.drafters import kinds, stored
 from jspec.testing import tiny_decoder
+from training import config as configs
 from training import drafter, metrics, recipe, text
 from training.data import Example
 
@@ -73,6 +76,20 @@ def test_a_kind_is_trained_stored_and_served(kind, tmp_path, monkeypatch):
     loaded = drafters.load(tmp_path / "run", target())
     assert loaded.method.depth == 3
     assert jspec.generate(target(), sources, max_new_tokens=6, drafter=loaded).tokens == plain.tokens
+
+
+def test_the_configuration_for_smollm2():
+    """Its sizes; what is trained is a tenth of the target, and fits into 24 MB of bfloat16."""
+    folder = Path(__file__).parent.parent / "configs"
+    config = configs.load(folder / "drafter_eagle3_smollm2.yaml", drafter.Drafter)
+    sizes = {"head_dim": 64, "num_heads": 9, "num_kv_heads": 3, "mlp_width": 1536}
+    model = SimpleNamespace(width=576, vocab_size=49152, num_layers=30, **sizes)
+    options = {"head": config.head, "draft_vocab": config.draft_vocab}
+    network = kinds.find(config.kind).network(kinds.configure(config.kind, config.network, model, **options))
+    assert network.taps == drafters.eagle3_taps(30) == (2, 15, 27)
+    assert network.config == kinds.configure(config.kind, {}, model, **options)
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) < 12_000_000
 
 
 def test_every_kind_is_configured_by_its_target():

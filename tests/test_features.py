@@ -54,13 +54,12 @@ def test_taps_stand_side_by_side(tmp_path):
 
 def test_hidden_states_and_taps_come_from_one_pass(tmp_path):
     model = target()
-    both = Features(model, EXAMPLES, tmp_path, taps=(0, 2), hidden=True)
-    apart = [Features(model, EXAMPLES, tmp_path, taps=taps) for taps in ((), (0, 2))]
-    for i in range(3):
-        np.testing.assert_array_equal(both[i], np.concatenate([part[i] for part in apart], axis=-1))
+    both = Features(model, EXAMPLES[:1], tmp_path, taps=(0, 2), hidden=True)
+    apart = [Features(model, EXAMPLES[:1], tmp_path, taps=taps) for taps in ((), (0, 2))]
+    np.testing.assert_array_equal(both[0], np.concatenate([part[0] for part in apart], axis=-1))
     assert both.nbytes == sum(part.nbytes for part in apart)
     assert len({*tmp_path.iterdir()}) == 3
-    Features(model, EXAMPLES, tmp_path, hidden=True)  # all there is without taps: the same folder
+    Features(model, EXAMPLES[:1], tmp_path, hidden=True)  # all there is without taps: the same folder
     assert len({*tmp_path.iterdir()}) == 3
 
 

@@ -232,7 +232,8 @@ def run(
         console=console,
     )
     weights = begun.weights._replace(net=params)
-    stored.save(output, config.kind, network.config, weights, num_tokens=config.num_tokens)
+    about = None if config.target is None else {"target": config.target}
+    stored.save(output, config.kind, network.config, weights, num_tokens=config.num_tokens, about=about)
     return Stored(config.kind, network, weights, config.num_tokens)
 
 

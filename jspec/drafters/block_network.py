@@ -354,5 +354,9 @@ def block_network(config: BlockConfig) -> Network:
     ) -> Float[Array, "B A K Vd"]:
         return teach_both(network, weights, target, target_params, text, num_tokens)[0]
 
-    network = Network(init, teach, config.taps, config)
+    def details(*arguments: Any) -> tuple[Float[Array, "B A K Vd"], dict[str, Any]]:
+        logits, confidence = teach_both(network, *arguments)
+        return logits, {"confidence": confidence}
+
+    network = Network(init, teach, config.taps, config, details if config.confidence else None)
     return network

@@ -11,6 +11,13 @@ from typing import Any, NamedTuple
 
 import pydantic
 
+from jspec.drafters.block import block
+from jspec.drafters.block_network import BlockConfig, block_config, block_network
+from jspec.drafters.eagle import Eagle3Config, EagleConfig, eagle, eagle3_taps, eagle_network
+from jspec.drafters.head_nets import HeadsConfig, heads_network
+from jspec.drafters.heads import heads
+from jspec.drafters.masked import MaskedConfig, masked, masked_network
+from jspec.drafters.mtp import MtpConfig, MtpHeadsConfig, mtp, mtp_network
 from jspec.drafters.nets import HeadKind, Network
 from jspec.types import Drafter
 
@@ -34,7 +41,41 @@ class Kind(NamedTuple):
     defaults: Callable[[Any], dict[str, Any]] = _nothing
 
 
-KINDS: dict[str, Kind] = {}
+def _layer(target: Any) -> dict[str, Any]:
+    """A layer shaped as the target's."""
+    kv_heads = getattr(target, "num_kv_heads", target.num_heads)
+    sizes = {"head_dim": target.head_dim, "num_heads": target.num_heads, "num_kv_heads": kv_heads}
+    return sizes | {"mlp_width": target.mlp_width}
+
+
+def _eagle3(target: Any) -> dict[str, Any]:
+    return _layer(target) | {"taps": eagle3_taps(target.num_layers)}
+
+
+def _heads(name: str) -> Kind:
+    return Kind(HeadsConfig, heads_network, heads, lambda target: {"kind": name})
+
+
+def _block(name: Any) -> Kind:
+    def defaults(target: Any) -> dict[str, Any]:
+        return dataclasses.asdict(block_config(target, name))
+
+    return Kind(BlockConfig, block_network, block, defaults)
+
+
+KINDS: dict[str, Kind] = {
+    "blockwise": _heads("blockwise"),
+    "medusa": _heads("medusa"),
+    "hydra": _heads("hydra"),
+    "eagle": Kind(EagleConfig, eagle_network, eagle, _layer),
+    "eagle3": Kind(Eagle3Config, eagle_network, eagle, _eagle3),
+    "mtp": Kind(MtpConfig, mtp_network, mtp, _layer),
+    "mtp_heads": Kind(MtpHeadsConfig, mtp_network, mtp, _layer),
+    "dflash": _block("dflash"),
+    "dspark": _block("dspark"),
+    "causal_block": _block("causal"),
+    "masked": Kind(MaskedConfig, masked_network, masked),
+}
 
 OF_THE_TARGET = ("width", "vocab_size")
 

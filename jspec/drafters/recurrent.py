@@ -14,7 +14,7 @@ emitted tokens are appended with these. At a = 0 there is no pair, and g = 0.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,9 @@ def network(kind: type[Recurrence], config: RecurrentConfig, taps: tuple[int, ..
     def init(key: jax.Array) -> PyTree:
         return nnx.to_pure_dict(nnx.state(kind(config, nnx.Rngs(params=key)), nnx.Param))
 
-    def teach(
+    def details(
         weights: Weights, target: LanguageModel, target_params: PyTree, text: Text, num_tokens: int
-    ) -> Float[Array, "B A K Vd"]:
+    ) -> tuple[Float[Array, "B A K Vd"], dict[str, Array]]:
         check_length(config, num_tokens)
         module: Recurrence = module_of(weights.net)
         batch, width = text.tokens.shape
@@ -82,9 +82,13 @@ def network(kind: type[Recurrence], config: RecurrentConfig, taps: tuple[int, ..
                 x = join(take(text.tokens, text.anchors + step), module.feed(g))
                 g, rows = module.extend(cache, x, before + step, mask, rows)
             hidden.append(module.read(g, step))
-        return nets.logits(weights, target, target_params, jnp.stack(hidden, axis=2))
+        read = jnp.stack(hidden, axis=2)
+        return nets.logits(weights, target, target_params, read), {"hidden": read}
 
-    return Network(init, teach, taps, config)
+    def teach(*arguments: Any) -> Float[Array, "B A K Vd"]:
+        return details(*arguments)[0]
+
+    return Network(init, teach, taps, config, details)
 
 
 def check_length(config: RecurrentConfig, length: int, name: str = "num_tokens") -> None:

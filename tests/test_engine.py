@@ -27,6 +27,14 @@ STATEFUL = (
     "token_recycling",
     "lookahead",
     "jacobi",
+    "dflash",
+    "masked",
+    "medusa",
+    "hydra tree",
+    "eagle/block",
+    "eagle3 own tree",
+    "mtp/block",
+    "mtp heads/block",
 )
 QUICK_STATEFUL = ("model/block", "token_recycling")
 

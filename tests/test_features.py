@@ -52,6 +52,17 @@ def test_taps_stand_side_by_side(tmp_path):
     assert found.nbytes == sum(len(found[i]) for i in range(len(EXAMPLES))) * expected.shape[1] * 2
 
 
+def test_hidden_states_and_taps_come_from_one_pass(tmp_path):
+    model = target()
+    both = Features(model, EXAMPLES[:1], tmp_path, taps=(0, 2), hidden=True)
+    apart = [Features(model, EXAMPLES[:1], tmp_path, taps=taps) for taps in ((), (0, 2))]
+    np.testing.assert_array_equal(both[0], np.concatenate([part[0] for part in apart], axis=-1))
+    assert both.nbytes == sum(part.nbytes for part in apart)
+    assert len({*tmp_path.iterdir()}) == 3
+    Features(model, EXAMPLES[:1], tmp_path, hidden=True)  # all there is without taps: the same folder
+    assert len({*tmp_path.iterdir()}) == 3
+
+
 def test_an_interrupted_computation_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(features, "SHARD", 4)
     told = []

@@ -88,6 +88,17 @@ def test_columns_by_number_and_by_name(tmp_path):
     assert by_number.records == [Record("en", "de"), Record("house", '"Haus"')]
 
 
+def test_several_data_sets_follow_one_another(tmp_path):
+    write(
+        tmp_path, a_tsv="one\teins\ntwo\tzwei\n", b_jsonl='{"q": "three", "a": ""}\n{"q": "4", "a": "vier"}\n'
+    )
+    first = {"format": "tsv", "file": "a.tsv", "prefix": "en: ", "max_records": 1}
+    second = {"format": "jsonl", "file": "b.jsonl", "source": "q", "target": "a", "skip_empty": True}
+    found = read(tmp_path, format="several", parts=[first, second])
+    assert found.records == [Record("en: one", "eins"), Record("4", "vier")]
+    assert found.skipped == 1
+
+
 def test_keys_may_be_paths_and_lists_are_joined(tmp_path):
     rows = [
         {"translation": {"en": "house", "de": "Haus"}, "a.b": "dotted"},

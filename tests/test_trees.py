@@ -87,6 +87,92 @@ def test_grow_is_the_best_of_all_trees(accuracies, num_nodes):
     assert abs(value(set(paths[1:]), accuracies) - best) < 1e-12
 
 
+def in_order(paths: tuple[tuple[int, ...], ...]) -> bool:
+    return all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths for path in paths)
+
+
+def every_tree(accuracies: np.ndarray, depth: int) -> list[tuple[tuple[tuple[int, ...], ...], float]]:
+    """All trees of 2 to 6 nodes and at most that depth, with their expected tokens."""
+    ranks = range(accuracies.shape[1])
+    nodes = [path for d in range(1, depth + 1) for path in itertools.product(ranks, repeat=d)]
+    return [
+        (chosen, 1 + value(set(chosen), accuracies))
+        for size in range(1, 6)
+        for chosen in itertools.combinations(nodes, size)
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sequoia_and_fastest_against_all_trees(seed):
+    """Accuracies that grow with the rank, too; costs of any shape."""
+    rng = np.random.default_rng(seed)
+    accuracies = rng.uniform(0.05, 0.6, (3, 2))
+    costs = 1 + np.cumsum(rng.uniform(0, 0.3, 6))
+    best_rate = {False: 0.0, True: 0.0}
+    for depth in (1, 2, 3):
+        found: dict[int, float] = {}
+        for chosen, tokens in every_tree(accuracies, depth):
+            size, levels = len(chosen) + 1, max(map(len, chosen))
+            rate = tokens / (costs[size - 1] + 0.1 * levels)
+            best_rate[False] = max(best_rate[False], rate)
+            if in_order(chosen):
+                found[size] = max(found.get(size, 0), tokens)
+                best_rate[True] = max(best_rate[True], rate)
+        for size, tokens in found.items():
+            tree = trees.sequoia(accuracies, size, depth)
+            assert (tree.width, tree.depth <= depth) == (size, True)
+            assert in_order(paths_of(tree))
+            assert trees.expected_tokens(tree, accuracies) == pytest.approx(tokens, abs=1e-12)
+    for ordered, rate in best_rate.items():
+        tree = trees.fastest(accuracies, costs, level_cost=0.1, in_order=ordered)
+        took = costs[tree.width - 1] + 0.1 * tree.depth
+        assert trees.expected_tokens(tree, accuracies) / took == pytest.approx(rate, abs=1e-12)
+
+
+def paths_of(tree: trees.Template) -> tuple[tuple[int, ...], ...]:
+    paths: list[tuple[int, ...]] = [()]
+    for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
+        paths.append((*paths[parent], rank))
+    return tuple(paths[1:])
+
+
+@pytest.mark.parametrize("num_nodes", [2, 9, 33])
+def test_sequoia_is_grow_where_accuracies_fall_with_the_rank(num_nodes):
+    row = np.array([0.6, 0.2, 0.07, 0.02])
+    laid = np.broadcast_to(row, (num_nodes, 4))
+    greedy, planned = trees.grow(laid, num_nodes), trees.sequoia(row, num_nodes)
+    assert trees.expected_tokens(planned, row) == pytest.approx(trees.expected_tokens(greedy, row))
+
+
+def test_fastest_weighs_levels_and_width():
+    accuracies = np.array([0.7, 0.15, 0.05])
+    flat = [1.0] * 12
+    assert trees.fastest(accuracies, flat).width == 12
+    assert (
+        trees.fastest(accuracies, flat, level_cost=0.0).depth
+        > trees.fastest(accuracies, flat, level_cost=0.5).depth
+    )
+    steep = [float(n) for n in range(1, 13)]
+    assert trees.fastest(accuracies, steep, in_order=True).width == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: trees.sequoia(np.array([0.5]), 0), "num_nodes: expected at most 2"),
+        (lambda: trees.sequoia(np.array([[0.5, 0.2]]), 4), "num_nodes: expected at most 3"),
+        (lambda: trees.sequoia(np.array([[0.5]]), 2, depth=2), "depth: expected 1 to 1, got 2"),
+        (lambda: trees.sequoia(np.array([1.5]), 2), r"accuracies: expected probabilities .*got \[1.5\]"),
+        (lambda: trees.fastest(np.array([0.5]), [1.0]), "costs, level_cost: expected 2 or more"),
+        (lambda: trees.fastest(np.array([0.5]), [1.0, 0.0]), "costs, level_cost: expected 2 or more"),
+    ],
+)
+def test_bad_trees_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 def test_grow_puts_likely_nodes_into_a_valid_tree():
     tree = trees.grow(np.array([[0.6, 0.3, 0.05], [0.5, 0.2, 0.1], [0.9, 0.05, 0.01]]), 8)
     assert tree.depth == 3

@@ -44,6 +44,7 @@ IN_LAW = {
     "lenience": Rule(lambda: verify.lenience(0.5), lambda tree: tree.visits),
     "typical": Rule(verify.typical, lambda tree: 0),
     "top_beta": Rule(lambda: verify.top_beta(2, 1.0), lambda tree: 0, lambda tree: 0),
+    "blockwise": Rule(lambda: verify.blockwise(1, 1), lambda tree: 0, lambda tree: 0),
     "rollback": Rule(lambda: verify.rollback(1.0), lambda tree: 0, lambda tree: 0),
     "synthetic": Rule(lambda: verify.synthetic([0.5, 0.6, 0.7, 0.8, 0.9]), lambda tree: tree.depth + 1),
 }
@@ -315,11 +316,18 @@ def test_lossy_rules_deviate(name):
         assert deviation > LOSSY, variant
 
 
-@pytest.mark.parametrize("name", ["typical", "top_beta", "rollback"])
+@pytest.mark.parametrize("name", ["typical", "top_beta", "blockwise", "rollback"])
 def test_lossy_rules_are_exact_at_temperature_zero(name):
     target = enum.damped(one_hot(enum.random_tables(SIZE, DEPTH, 6)))
     for tree in (drawn(WIDE, laws(6)[1]), chosen(WIDE)):
         assert judge(name, tree, target).error < EXACT
+
+
+def test_blockwise_by_rank_is_top_beta_without_tolerance():
+    target, q = laws(6)
+    ranks, beta = verify.blockwise(2), verify.top_beta(2, 1e9)
+    one, other = (judge("blockwise", drawn(WIDE, q), target, rule) for rule in (ranks, beta))
+    assert np.array_equal(one.joint, other.joint)
 
 
 def test_lenience():

@@ -139,6 +139,7 @@ def test_thresholds_are_leaves():
         (verify.lenience(0.5), verify.lenience(0.9)),
         (verify.typical(0.1, 0.2), verify.typical()),
         (verify.top_beta(2, 1.0), verify.top_beta()),
+        (verify.blockwise(3, 1), verify.blockwise()),
         (verify.rollback(1.0), verify.rollback()),
         (verify.synthetic([0.5] * 5), verify.synthetic([0.9] * 5)),
         (verify.tree(), verify.tree()),
@@ -173,6 +174,8 @@ def test_default():
         (lambda: verify.typical(delta=-0.1), "delta: expected a number in"),
         (lambda: verify.top_beta(beta=0), "beta: expected a number of at least 1"),
         (lambda: verify.top_beta(tau=-1.0), "tau: expected a number of at least 0"),
+        (lambda: verify.blockwise(top_k=0), "top_k: expected a number of at least 1"),
+        (lambda: verify.blockwise(distance=-1), "distance: expected a number of at least 0"),
         (lambda: verify.rollback(-1.0), "threshold: expected a number of at least 0"),
         (lambda: verify.synthetic([0.5, 1.5]), "rates: expected a vector"),
         (lambda: verify.synthetic([[0.5]]), "rates: expected a vector"),
@@ -183,7 +186,22 @@ def test_bad_arguments(call, message):
         call()
 
 
-# --- typical acceptance by hand -----------------------------------------------------------------------
+# --- blockwise and typical acceptance by hand ---------------------------------------------------------
+
+
+def test_blockwise_accepts_by_rank_or_by_distance():
+    laws = jnp.array([[[0.1, 0.5, 0.1, 0.0, 0.3], [0.0, 0.0, 0.2, 0.7, 0.1], [1, 0, 0, 0, 0]]])
+    sampler, keys = sampling.sampler(sampling.Settings(jnp.ones(1))), sampling.row_keys(jnp.arange(1))
+
+    def accepted(tokens: list[int], rule) -> int:
+        draft = Draft(jnp.array([[0, *tokens]]), jnp.array([[-1, 0, 1]]), jnp.ones((1, 3), bool))
+        return int(run(rule, sampler, (), jnp.log(laws), draft, keys, depth=2).num_accepted[0])
+
+    assert accepted([1, 3], verify.blockwise(1)) == 2
+    assert accepted([4, 2], verify.blockwise(1, 1)) == 0  # 3 away from the best, 1
+    assert accepted([4, 2], verify.blockwise(2)) == 2
+    assert accepted([2, 4], verify.blockwise(1, 1)) == 2
+    assert accepted([2, 1], verify.blockwise(1, 2)) == 1  # near enough, but impossible
 
 
 def test_typical_keeps_the_longest_path_and_the_likelier_on_ties():

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec import drafters, testing, trees, verify
+from jspec.drafters.nets import Network, Weights
 from jspec.types import Drafter, LanguageModel, Prompt, PyTree, Verifier
 
 
@@ -79,6 +81,7 @@ def law(vocab_size: int) -> np.ndarray:
 
 
 BINARY = trees.template(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+BUSHY = trees.template(((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 2), (0, 1, 0), (2, 0, 0), (2, 0, 1)))
 
 
 def sampled(*, distinct: bool) -> Callable[[Tiny, Tiny], Drafter]:
@@ -98,6 +101,52 @@ def bigram(vocab_size: int) -> drafters.NgramTable:
     unigram, backoff, excess = arrays
     return drafters.NgramTable(unigram, backoff, jnp.asarray(successors, jnp.int32), excess)
 
+
+def head_network(kind: str, num_heads: int = 3, **options) -> Callable[[Tiny], Network]:
+    """Heads for a target; rows are three quarters of its tokens."""
+
+    def make(model: Tiny) -> Network:
+        c = model.lm.config
+        columns = c.vocab_size * 3 // 4 if options.get("head") == "rows" else None
+        return drafters.heads_network(
+            drafters.HeadsConfig(
+                kind=kind,
+                width=c.width,
+                vocab_size=c.vocab_size,
+                num_heads=num_heads,
+                draft_vocab=columns,
+                **options,
+            )
+        )
+
+    return make
+
+
+def heads(kind: str, **options) -> Callable[[Tiny, Tiny], Drafter]:
+    """Random heads, of which Hydra's have two layers."""
+
+    def make(t: Tiny, d: Tiny) -> Drafter:
+        from networks import shaken
+
+        network = head_network(kind, layers=2 if kind == "hydra" else 1)(t)
+        return drafters.heads(network, shaken(Weights(network.init(jax.random.key(5)))), **options)
+
+    return make
+
+
+def trained(name: str, **options) -> Callable[[Tiny, Tiny], Drafter]:
+    """The drafter of a network in `networks.NETWORKS`, with random weights."""
+
+    def make(t: Tiny, d: Tiny) -> Drafter:
+        import networks
+
+        return networks.NETWORKS[name].drafter(*networks.of(name, t), **options)
+
+    return make
+
+
+#: Every kind of node: kept, not kept, expanded or not.
+DYNAMIC = drafters.TreeSettings(top_k=2, depth=3, num_nodes=6)
 
 CASES: dict[str, Case] = {
     "plain": Case(lambda t, d: drafters.plain(), verify.target_only),
@@ -131,6 +180,79 @@ CASES: dict[str, Case] = {
     "lookahead": Case(lambda t, d: drafters.lookahead(window=3, ngram=3, guesses=2), verify.target_only),
     "jacobi": Case(lambda t, d: drafters.jacobi(3), verify.target_only),
     "ngram": Case(lambda t, d: drafters.ngram(bigram(t.lm.config.vocab_size), 3), verify.block),
+    "medusa": Case(heads("medusa"), verify.block),
+    "medusa tree": Case(heads("medusa", template=BUSHY), verify.target_only),
+    "hydra": Case(heads("hydra"), verify.token),
+    "hydra greedy": Case(heads("hydra", num_tokens=2, sample=False), verify.target_only),
+    "hydra tree": Case(heads("hydra", template=BUSHY), verify.tree),
+    "blockwise": Case(heads("blockwise", proceed=drafters.confidence(0.3)), verify.block),
+    "blockwise tree": Case(heads("blockwise", template=BUSHY), verify.target_only),
+}
+
+
+def netted(
+    network: Callable[[Any], Callable[[Tiny], Network]],
+    factory: Callable[..., Drafter],
+    *args: Any,
+    **options: Any,
+) -> Callable[[Tiny, Tiny], Drafter]:
+    """A drafter with random weights of ``network(module networks)``, which itself imports this one."""
+
+    def drafter(t: Tiny, d: Tiny) -> Drafter:
+        import networks
+
+        made = network(networks)(t)
+        weights = networks.shaken(Weights(made.init(jax.random.key(6))))
+        return factory(made, weights, *args, **options)
+
+    return drafter
+
+
+def dflash(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_block("dflash")
+
+
+def dspark(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_block("dspark", markov_rank=4)
+
+
+def causal(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_block("causal")
+
+
+def masked(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_masked(num_tokens=4)
+
+
+def masked_block(n: Any) -> Callable[[Tiny], Network]:
+    return n.a_masked(num_tokens=4, causal=False, shared_mask=False)
+
+
+BLOCK, TREE = drafters.block, drafters.block_tree
+CASES |= {
+    "dflash": Case(netted(dflash, BLOCK, 4), verify.block),
+    "dflash greedy": Case(netted(dflash, BLOCK, 3, sample=False), verify.target_only),
+    "dflash steps": Case(netted(dflash, BLOCK, 4, sample=False, steps=3), verify.target_only),
+    "dspark": Case(netted(dspark, BLOCK, 4, survival=0.2), verify.block),
+    "dspark tree": Case(netted(dspark, TREE, 3, 8, branching=3, beam=3), verify.target_only),
+    "causal block": Case(netted(causal, BLOCK, 3, proceed=drafters.confidence(0.2)), verify.token),
+    "causal tree": Case(netted(causal, TREE, 3, 10, branching=3), verify.tree),
+    "masked": Case(netted(masked, drafters.masked), verify.block),
+    "masked block": Case(netted(masked_block, drafters.masked, 3), verify.token),
+    "masked greedy": Case(netted(masked, drafters.masked, sample=False), verify.target_only),
+}
+
+CASES |= {
+    "eagle/block": Case(trained("eagle"), verify.block),
+    "eagle greedy": Case(trained("eagle", sample=False), verify.target_only),
+    "eagle confidence": Case(trained("eagle", proceed=drafters.confidence(0.3)), verify.token),
+    "eagle tree/tree": Case(trained("eagle rows", tree=DYNAMIC), verify.tree),
+    "eagle3/token": Case(trained("eagle3"), verify.token),
+    "eagle3 own tree": Case(trained("eagle3 own", tree=DYNAMIC), verify.target_only),
+    "mtp/block": Case(trained("mtp rows"), verify.block),
+    "mtp tree": Case(trained("mtp", tree=DYNAMIC), verify.target_only),
+    "mtp heads/block": Case(trained("mtp heads"), verify.block),
+    "mtp heads tree": Case(trained("mtp heads tap", tree=DYNAMIC), verify.tree),
 }
 
 
@@ -152,8 +274,6 @@ WIDTH = 32
 
 @functools.cache
 def _forward(lm: LanguageModel) -> Callable:
-    import jax
-
     from jspec.types import Block
 
     @jax.jit

@@ -17,6 +17,10 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 Config = Annotated[Path, typer.Option(help="A YAML file as in configs/.")]
 DataFolder = Annotated[Path, typer.Option(help="What the configuration's data files are relative to.")]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/<config's name>.")]
+Cache = Annotated[
+    Path | None,
+    typer.Option(help="Folder for what the target writes and shows, for several runs; default: the run's."),
+]
 MeshShape = Annotated[str | None, typer.Option(help="Devices, DATAxMODEL as in 4x2; default: one.")]
 
 
@@ -78,6 +82,27 @@ def distill(
 
 
 @app.command()
+def drafter(config: Config, data: DataFolder = Path("."), output: Output = None, cache: Cache = None) -> None:
+    """A network that reads the target's hidden states learns to draft for it."""
+    from training import drafter as recipes
+
+    _train(recipes, recipes.Drafter, config, data, output, cache=cache, console=_console())
+
+
+@app.command()
+def plan(config: Config, data: DataFolder = Path(".")) -> None:
+    """How long a drafter's text, features and training take on this device, by a short measured burst."""
+    from training import config as configs
+    from training import drafter as recipes
+    from training import plan as plans
+    from training import recipe
+
+    settings = configs.load(config, recipes.Drafter)
+    for line in plans.lines(plans.measure(settings, recipe.read(settings.data, data))):
+        print(line)
+
+
+@app.command()
 def online(config: Config, data: DataFolder = Path("."), output: Output = None) -> None:
     """A drafter learns from the requests that it serves."""
     from training import online as recipes
@@ -91,6 +116,26 @@ def ngram(config: Config, data: DataFolder = Path("."), output: Output = None) -
     from training import ngram as recipes
 
     _train(recipes, recipes.Ngram, config, data, output)
+
+
+@app.command()
+def prompts(
+    output: Annotated[Path, typer.Argument(help="A JSONL file; its key is `prompt`.")],
+    target: Annotated[str, typer.Option(help="A chat model, as `jspec.load` takes it.")],
+    count: Annotated[int, typer.Option(min=1, help="Turns to draw; what is cut off or double is left out.")],
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+) -> None:
+    """Prompts that a chat model writes itself, to have it answer them."""
+    from jspec import load
+    from training import prompts as made
+
+    options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "batch_size": batch_size}
+    found = made.write_prompts(load(target), count, **options)
+    made.save_prompts(output, found)
+    print(f"{output}: {len(found)} prompts of {count} turns")
 
 
 @app.command()

@@ -1,8 +1,8 @@
 """What a target shows of fixed texts, computed once and kept on disk: a distillation's steps then do without
 its forward.
 
-A feature is the hidden state that the target's head reads, or inputs of its layers (`Forward.taps`), side
-by side. Features are rounded to 16 bits, float16 to a thousandth: a text of n tokens takes 2 n F bytes.
+A feature is the hidden state that the target's head reads, or inputs of its layers (`Forward.taps`), or both,
+side by side. Features are rounded to 16 bits, float16 to a thousandth: a text of n tokens takes 2 n F bytes.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Features:
     Args:
       target: its forward computes in the dtype of its params.
       taps: layers whose inputs are kept; none: the hidden state that the head reads.
+      hidden: keep that one, too, before the taps.
       precision: what they are rounded to.
       progress: called after every shard with the numbers of examples that are done and of all.
     Attributes:
@@ -67,6 +68,7 @@ class Features:
         cache: str | Path,
         *,
         taps: tuple[int, ...] = (),
+        hidden: bool = False,
         precision: Precision = "float16",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -74,12 +76,13 @@ class Features:
             raise ValueError(f"features: expected a single process, got {jax.process_count()}")
         self._dtype = STORED[precision]
         self._target, self._examples, self._taps = target, examples, taps
+        self._hidden = hidden and bool(taps)  # without taps it is all there is
         begins = [len(target.decoder_start) or len(example.source) for example in examples]
         self._lengths = [
             begin + len(example.target) - 1 for begin, example in zip(begins, examples, strict=True)
         ]
         self._edges = choose_edges(widths(examples, target.decoder_start), BUCKETS, MULTIPLE)
-        self._width = target.lm.config.width * max(len(taps), 1)
+        self._width = target.lm.config.width * max(len(taps) + self._hidden, 1)
         self.nbytes = sum(self._lengths) * self._width * self._dtype.itemsize
         folder = self._open(Path(cache), precision)
         self._shards: list[np.ndarray] = []
@@ -117,6 +120,8 @@ class Features:
             "precision": precision,
             "shard": SHARD,
         }
+        if self._hidden:
+            description["hidden"] = True
         return described_folder(cache, description, "features")
 
     def _compute(self, chosen: range, offsets: np.ndarray) -> np.ndarray:
@@ -131,7 +136,14 @@ class Features:
         for step in range(batches.steps_per_epoch):
             batch = batches[step]
             shown = jax.device_get(
-                _shown(self._target.params, batch, lm=self._target.lm, taps=self._taps, dtype=self._dtype)
+                shown_of(
+                    self._target.params,
+                    batch,
+                    lm=self._target.lm,
+                    taps=self._taps,
+                    hidden=self._hidden,
+                    dtype=self._dtype,
+                )
             )
             for row, index in enumerate(batches.rows(step)):
                 if index >= 0:
@@ -145,13 +157,14 @@ class Features:
         return found
 
 
-@functools.partial(jax.jit, static_argnames=("lm", "taps", "dtype"))
-def _shown(
-    params: PyTree, batch: PyTree, *, lm: LanguageModel, taps: tuple[int, ...], dtype: Any
+@functools.partial(jax.jit, static_argnames=("lm", "taps", "hidden", "dtype"))
+def shown_of(
+    params: PyTree, batch: PyTree, *, lm: LanguageModel, taps: tuple[int, ...], hidden: bool, dtype: Any
 ) -> Float[Array, "B T F"]:
+    """The features of a batch, computed."""
     found = forward.hidden(lm, params, batch, taps=taps)
-    shown = found.hidden if not taps else jnp.concatenate([found.taps[tap] for tap in taps], axis=-1)
-    return shown.astype(dtype)
+    parts = [found.hidden] if hidden or not taps else []
+    return jnp.concatenate([*parts, *(found.taps[tap] for tap in taps)], axis=-1).astype(dtype)
 
 
 class Shown:

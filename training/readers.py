@@ -1,4 +1,4 @@
-"""Pairs of texts from files or the Hub: JSONL, TSV, parallel text files, Hub data sets.
+"""Pairs of texts from files or the Hub: JSONL, TSV, parallel text files, Hub data sets, several of these.
 
 What a reader cannot make a pair of is an error that names the file and the line. Nothing is left out
 silently: pairs with an empty side are an error or, with ``skip_empty``, counted.
@@ -73,7 +73,17 @@ class Hub(_Source):
     target: str
 
 
-DataConfig = Annotated[Jsonl | Tsv | Parallel | Hub, pydantic.Field(discriminator="format")]
+One = Annotated[Jsonl | Tsv | Parallel | Hub, pydantic.Field(discriminator="format")]
+
+
+class Several(Strict):
+    """Data sets one after the other."""
+
+    format: Literal["several"]
+    parts: Annotated[tuple[One, ...], pydantic.Field(min_length=1)]
+
+
+DataConfig = Annotated[Jsonl | Tsv | Parallel | Hub | Several, pydantic.Field(discriminator="format")]
 
 
 class Corpus(NamedTuple):
@@ -103,6 +113,10 @@ def read(config: DataConfig, folder: str | Path = ".") -> Corpus:
     ...     read(Tsv(format="tsv", file="a.tsv", prefix="en-de: "), folder).records[1]
     Record(source='en-de: two', target='zwei')
     """
+    if isinstance(config, Several):
+        parts = [read(part, folder) for part in config.parts]
+        records = [record for part in parts for record in part.records]
+        return Corpus(records, sum(part.skipped for part in parts))
     pairs = itertools.islice(_READERS[config.format](config, Path(folder).expanduser()), config.max_records)
     records: list[Record] = []
     skipped = 0

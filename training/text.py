@@ -101,21 +101,40 @@ def answered(
     return [Example(example.source, answer) for example, answer in zip(examples, answers, strict=True)]
 
 
+def chosen(
+    source: Source,
+    examples: Sequence[Example],
+    target: Model,
+    writing: Writing,
+    *,
+    console: rich.console.Console | None = None,
+) -> list[Example]:
+    """The examples of a source that does not change: references, or what the target writes."""
+    found = list(examples[: source.examples])
+    if source.text == "target":
+        found = answered(target, found, writing, source.temperature, source.seed, console=console)
+    return found
+
+
 def features(
     target: Model,
     examples: Sequence[Example],
     writing: Writing,
     precision: Precision,
     *,
+    taps: tuple[int, ...] = (),
     console: rich.console.Console | None = None,
 ) -> Features:
-    """The target's hidden states over the examples, kept in ``writing.cache``."""
+    """The target's hidden states over the examples, and the inputs of its layers ``taps``, kept in
+    ``writing.cache``."""
 
     def tell(done: int, total: int) -> None:
         if console is not None:
             console.print(f"features, {precision}: {done} of {total} texts", highlight=False)
 
-    return Features(target, examples, writing.cache, precision=precision, progress=tell)
+    return Features(
+        target, examples, writing.cache, taps=taps, hidden=True, precision=precision, progress=tell
+    )
 
 
 class Texts:
@@ -170,14 +189,10 @@ class Texts:
                 part = _Own(source, examples, drafter, folder, f"drafter_{index}", writing, shapes, mesh)
                 self._own.append(part)
             else:
-                chosen = examples[: source.examples]
-                if source.text == "target":
-                    chosen = answered(
-                        target, chosen, writing, source.temperature, source.seed, console=console
-                    )
-                part = recipe.batches(chosen, batching, training, start, mesh=mesh)
+                fixed = chosen(source, examples, target, writing, console=console)
+                part = recipe.batches(fixed, batching, training, start, mesh=mesh)
                 if precision is not None:
-                    part = Shown(part, features(target, chosen, writing, precision, console=console))
+                    part = Shown(part, features(target, fixed, writing, precision, console=console))
             parts.append(part)
         self._mixture = Mixture(parts, [source.weight for source in sources])
 

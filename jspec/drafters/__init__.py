@@ -1,9 +1,17 @@
 """Drafting methods: one factory a method, all returning `jspec.types.Drafter`."""
 
 from jspec.drafters.autoregressive import confidence, entropy_bound
+from jspec.drafters.beam import TreeSettings
+from jspec.drafters.block import BlockConfig, block, block_config, block_network, block_tree
+from jspec.drafters.eagle import Eagle3Config, EagleConfig, eagle, eagle3_taps, eagle_network
+from jspec.drafters.files import load, save
+from jspec.drafters.head_nets import HeadsConfig, heads_network
+from jspec.drafters.heads import heads
 from jspec.drafters.jacobi import jacobi, lookahead
 from jspec.drafters.length import heuristic
+from jspec.drafters.masked import MaskedConfig, masked, masked_network
 from jspec.drafters.model import model
+from jspec.drafters.mtp import MtpConfig, MtpHeadsConfig, mtp, mtp_network
 from jspec.drafters.ngram import NgramTable, load_ngram, ngram, save_ngram
 from jspec.drafters.plain import plain
 from jspec.drafters.recycling import token_recycling
@@ -17,17 +25,40 @@ NAMED = {
 
 __all__ = [
     "NAMED",
+    "BlockConfig",
+    "Eagle3Config",
+    "EagleConfig",
+    "HeadsConfig",
+    "MaskedConfig",
+    "MtpConfig",
+    "MtpHeadsConfig",
     "NgramTable",
+    "TreeSettings",
+    "block",
+    "block_config",
+    "block_network",
+    "block_tree",
     "confidence",
+    "eagle",
+    "eagle3_taps",
+    "eagle_network",
     "early_exit",
     "entropy_bound",
+    "heads",
+    "heads_network",
     "heuristic",
     "jacobi",
+    "load",
     "load_ngram",
     "lookahead",
+    "masked",
+    "masked_network",
     "model",
+    "mtp",
+    "mtp_network",
     "ngram",
     "plain",
+    "save",
     "save_ngram",
     "suffix",
     "token_recycling",

@@ -79,15 +79,16 @@ def draft_chain(
     sample: bool,
     proceed: Continue | None = None,
     room: Int[Array, " B"] | None = None,
+    ready: Callable[[PyTree], Bool[Array, " B"]] | None = None,
 ) -> tuple[Draft, PyTree]:
     """A chain of up to ``num_tokens`` tokens from ``step(carry, token, t, active) -> (carry, logits)``.
 
     The first call of ``step`` gets the root. Rows that are not ``active`` any more must keep their carry: how
     long the loop runs depends on the neighbours, and nothing of a row may. A token is drafted if the budget
-    leaves room for it, if ``room`` (tokens the drafter can still place) does, and if ``proceed(law)`` holds
-    for the law it would come from: all known before the draw, so that the output law is untouched. The loop
-    ends when no row goes on. Drawn tokens (``sample``) carry their laws; otherwise each token is the argmax
-    of its law.
+    leaves room for it, if ``room`` (tokens the drafter can still place) does, if ``proceed(law)`` holds for
+    the law it would come from, and ``ready(carry)`` for the carry that came with it (a confidence head): all
+    known before the draw, so that the output law is untouched. The loop ends when no row goes on. Drawn
+    tokens (``sample``) carry their laws; otherwise each token is the argmax of its law.
     """
     batch, vocab_size = context.lengths.shape[0], context.target.config.vocab_size
     room = context.budget - 1 if room is None else jnp.minimum(room, context.budget - 1)
@@ -102,6 +103,8 @@ def draft_chain(
         law = context.sampler.law(loop.history, fit_vocabulary(logits, vocab_size))
         if proceed is not None:
             alive = alive & proceed(law)
+        if ready is not None:
+            alive = alive & ready(carry)
         token = sampling.draw(sampling.fold(keys, t), law) if sample else sampling.argmax(law)
         token = jnp.maximum(token, 0)  # a law without mass (NaN weights) accepts nothing, whatever the token
         token = jnp.where(alive, token, 0)

@@ -74,19 +74,33 @@ def read(
     return jax.lax.while_loop(lambda cache: jnp.any(cache.lengths < upto), body, cache)
 
 
+def read_chunk(
+    model: LanguageModel, weights: PyTree, cache: PyTree, context: Context, draft: Draft, verdict: Verdict
+) -> PyTree:
+    """The cache with a chunk of the prompt or of a next turn read, after what the last round left behind."""
+    upto = jnp.where(verdict.num_emitted > 0, context.lengths - 1, cache.lengths)
+    cache = read(model, weights, cache, context.tokens, upto)
+    slots = cache.lengths[:, None] + jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
+    rows = model.extend(weights, cache, Block(draft.tokens, slots)).rows
+    return model.commit(cache, rows, verdict.path, verdict.num_emitted)
+
+
+def start(model: LanguageModel, weights: PyTree, prompt: Prompt, capacity: int) -> PyTree:
+    """An empty cache of a draft model. One with fewer positions than the target reads what it can, and drafts
+    no further. What is cut off a source is mostly padding."""
+    most = getattr(model.config, "source_length", None)
+    if most is not None and prompt.source is not None and prompt.source.shape[1] > most:
+        assert prompt.source_lengths is not None
+        lengths = jnp.minimum(prompt.source_lengths, most)
+        prompt = prompt._replace(source=prompt.source[:, :most], source_lengths=lengths)
+    return model.start(weights, prompt, min(capacity, model.config.context_length))
+
+
 @functools.cache
 def _method(model: LanguageModel, num_tokens: int, sample: bool) -> Method:
     def init(params: ModelParams, prompt: Prompt, capacity: int, target: LanguageModel) -> ModelState:
-        batch = prompt.lengths.shape[0]
-        # A model with fewer positions than the target reads what it can, and drafts no further. What is cut
-        # off a source is mostly padding.
-        most = getattr(model.config, "source_length", None)
-        if most is not None and prompt.source is not None and prompt.source.shape[1] > most:
-            assert prompt.source_lengths is not None
-            lengths = jnp.minimum(prompt.source_lengths, most)
-            prompt = prompt._replace(source=prompt.source[:, :most], source_lengths=lengths)
-        cache = model.start(params.weights, prompt, min(capacity, model.config.context_length))
-        return ModelState(cache, jnp.full((batch, num_tokens), -1, jnp.int32))
+        cache = start(model, params.weights, prompt, capacity)
+        return ModelState(cache, jnp.full((prompt.lengths.shape[0], num_tokens), -1, jnp.int32))
 
     def propose(
         params: ModelParams, state: ModelState, context: Context, keys: Keys
@@ -125,12 +139,10 @@ def _method(model: LanguageModel, num_tokens: int, sample: bool) -> Method:
         verdict: Verdict,
         forward: Forward,
     ) -> ModelState:
-        if forward.logits is None:  # a prompt or a next turn: what the last round left behind, then the chunk
-            upto = jnp.where(verdict.num_emitted > 0, context.lengths - 1, state.cache.lengths)
-            cache = read(model, params.weights, state.cache, context.tokens, upto)
-            slots = cache.lengths[:, None] + jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
-            rows = model.extend(params.weights, cache, Block(draft.tokens, slots)).rows
-            return state._replace(cache=model.commit(cache, rows, verdict.path, verdict.num_emitted))
+        if forward.logits is None:
+            return state._replace(
+                cache=read_chunk(model, params.weights, state.cache, context, draft, verdict)
+            )
         # Keep what is a prefix of the emitted text, whoever drafted it, and never the new root.
         width = min(num_tokens, verdict.tokens.shape[1])
         depth = jnp.arange(width)[None]

@@ -30,8 +30,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
 
 
-def find_folder(path_or_id: str | Path) -> Path:
-    """A local folder as it is, or the snapshot of a Hub id (downloaded unless HF_HUB_OFFLINE is set).
+def find_folder(path_or_id: str | Path, *, files: Collection[str] = ()) -> Path:
+    """A local folder as it is, or the snapshot of a Hub id (downloaded unless HF_HUB_OFFLINE is set), with
+    further ``files``.
 
     Raises:
         FileNotFoundError: neither a folder with a config.json nor a model that can be reached.
@@ -45,7 +46,7 @@ def find_folder(path_or_id: str | Path) -> Path:
         # Only the top folder: others hold copies for other runtimes, "consolidated" is one more.
         return Path(
             huggingface_hub.snapshot_download(
-                str(path_or_id), allow_patterns=PATTERNS, ignore_patterns=["*/*", "consolidated*"]
+                str(path_or_id), allow_patterns=[*PATTERNS, *files], ignore_patterns=["*/*", "consolidated*"]
             )
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
@@ -67,13 +68,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Tensors:
-    """The tensors of a folder's safetensors files, by name."""
+    """The tensors of a folder's safetensors files, by name; of ``single`` alone, if a file is named."""
 
-    def __init__(self, folder: Path):
-        if (folder / INDEX).is_file():
+    def __init__(self, folder: Path, single: str | None = None):
+        if single is None and (folder / INDEX).is_file():
             files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         else:
-            files = [SINGLE]
+            files = [single or SINGLE]
         self.files: dict[str, tuple[Path, Any]] = {}
         for path in (folder / file for file in files):
             if not path.is_file():
@@ -83,6 +84,11 @@ class Tensors:
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path}: truncated or not a safetensors file ({error})") from error
             self.files |= dict.fromkeys(opened.keys(), (path, opened))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of all tensors; nothing but the header is read."""
+        return {name: tuple(opened.get_slice(name).get_shape()) for name, (_, opened) in self.files.items()}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, in its own dtype."""
@@ -114,7 +120,7 @@ def _prefix(family: Family, names: Collection[str]) -> str:
     return prefix
 
 
-def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Config, Params, Path]:
+def load_hf(path_or_id: str | Path, dtype: DTypeLike | None = jnp.float32) -> tuple[Config, Params, Path]:
     """Architecture, params and folder of a checkpoint.
 
     A head that the config calls tied but that is stored, with other values than the embedding, is used, as
@@ -123,7 +129,7 @@ def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Con
     Args:
         path_or_id: a folder with config.json and safetensors (one file, or shards with their index), or the
             id of a model on the Hub.
-        dtype: of the params, norms excepted (float32); the model computes in it.
+        dtype: of the params, norms excepted (float32); the model computes in it. None: each as it is stored.
 
     Raises:
         FileNotFoundError: nothing there, or out of reach.
@@ -134,7 +140,8 @@ def load_hf(path_or_id: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Con
     raw = read_json(folder / "config.json")
     family = registry.family(raw)
     config, tensors = family.config(raw), Tensors(folder)
-    check_dtype(config, dtype)
+    if dtype is not None:
+        check_dtype(config, dtype)
     names = set(tensors.files)
     prefix = _prefix(family, names)
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jspec.models import Config, abstract_params, is_norm
 from jspec.models.decoder import Params
 from jspec.models.families.base import Transform
+from jspec.types import PyTree
 
 Load = Callable[[np.ndarray], np.ndarray]  # a parameter of a tensor
 SHOWN = 6  # names in a message
@@ -23,25 +24,40 @@ def fill(
     weights: Iterable[tuple[str, str, Load]],
     names: Iterable[str],
     read: Callable[[str], np.ndarray],
-    dtype: DTypeLike,
+    dtype: DTypeLike | None,
     source: str,
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> Params:
-    """The params of ``config`` from the tensors ``names``, each fetched by ``read(name)``.
+    """The params of ``config``; see `fill_tree`."""
+    return fill_tree(abstract_params(config), weights, names, read, dtype, source, ignored)
 
-    ``weights`` lists (path in params, tensor name, `Load`); a fused tensor may feed several paths. Norms
-    are kept in float32, everything else is cast to ``dtype``.
+
+def fill_tree(
+    wanted: PyTree,
+    weights: Iterable[tuple[str, str, Load]],
+    names: Iterable[str],
+    read: Callable[[str], np.ndarray],
+    dtype: DTypeLike | None,
+    source: str,
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> PyTree:
+    """A nested dict of arrays of the shapes of ``wanted`` (`jax.ShapeDtypeStruct` leaves) from the tensors
+    ``names``, each fetched by ``read(name)``.
+
+    ``weights`` lists (path in the dict, tensor name, `Load`); a fused tensor may feed several paths. Norms
+    are kept in float32, everything else is cast to ``dtype``; None: every tensor keeps the type it is stored
+    in, norms, too.
 
     Raises:
         ValueError: missing tensors, left-over tensors (unless ``ignored``), wrong shapes or types: one
             message that begins with ``source`` and names them.
     """
     weights, names = list(weights), set(names)
-    wanted = {name for _, name, _ in weights}
-    _report(source, "missing tensors", sorted(wanted - names))
-    _report(source, "unknown tensors", [name for name in sorted(names - wanted) if not ignored(name)])
+    needed = {name for _, name, _ in weights}
+    _report(source, "missing tensors", sorted(needed - names))
+    _report(source, "unknown tensors", [name for name in sorted(names - needed) if not ignored(name)])
 
-    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params(config))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(wanted)
     places = {dotted(path): (path, leaf) for path, leaf in leaves}
     filled: dict[str, jax.Array] = {}
     problems, last = [], ("", np.empty(0))
@@ -57,7 +73,8 @@ def fill(
         if array.shape != leaf.shape:
             problems.append(f"{name} of shape {raw.shape} does not make a {place} of shape {leaf.shape}")
             continue
-        filled[place] = jnp.asarray(np.ascontiguousarray(array), jnp.float32 if is_norm(path) else dtype)
+        kind = dtype if dtype is None or not is_norm(path) else jnp.float32
+        filled[place] = jnp.asarray(np.ascontiguousarray(array), kind)
     _report(source, "wrong tensors", problems)
     return jax.tree_util.tree_unflatten(structure, [filled[dotted(path)] for path, _ in leaves])
 

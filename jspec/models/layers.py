@@ -121,14 +121,16 @@ class Seen(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with grouped key-value heads."""
+    """Multi-head attention with grouped key-value heads; it reads ``inputs`` numbers a row (None: the
+    width)."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, inputs: int | None = None):
         self.config = c = config
         linear = functools.partial(Linear, rngs=rngs)
-        self.query = linear(c.width, c.num_heads * c.head_dim, bias=c.qkv_bias)
-        self.key = linear(c.width, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.value = linear(c.width, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
+        inputs = c.width if inputs is None else inputs
+        self.query = linear(inputs, c.num_heads * c.head_dim, bias=c.qkv_bias)
+        self.key = linear(inputs, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.value = linear(inputs, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
         # Scores start with variance 1 whatever they are scaled by (T5: not at all).
         self.query.kernel[...] = self.query.kernel[...] * (c.head_dim**-0.5 / c.score_scale)
         self.out = linear(c.num_heads * c.head_dim, c.width, bias=c.out_bias)
@@ -139,7 +141,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B N E"],
+        x: Float[Array, "B N I"],
         cached: tuple[Array, Array],
         pending: tuple[Array, Array] | None,
         seen: Seen,

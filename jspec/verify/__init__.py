@@ -12,6 +12,7 @@ rule               draft     exactness                      coins
 `lenience`         any       lossy                          one a visited sibling
 `typical`          any       lossy (exact at temperature 0) none
 `top_beta`         any       lossy (exact at temperature 0) none
+`blockwise`        any       lossy (exact at temperature 0) none
 `rollback`         any       lossy (exact at temperature 0) none
 `synthetic`        any       lossy                          one a level
 ================== ========= ============================== =============================
@@ -22,13 +23,14 @@ one-hot, so a token is accepted if and only if it is the target's argmax. Only `
 
 from jspec.types import Method, Verifier
 from jspec.verify.block import block
-from jspec.verify.lossy import lenience, rollback, synthetic, top_beta, typical
+from jspec.verify.lossy import blockwise, lenience, rollback, synthetic, top_beta, typical
 from jspec.verify.token import token
 from jspec.verify.tree import kseq, target_only, tree, with_replacement
 
 __all__ = [
     "RULES",
     "block",
+    "blockwise",
     "default",
     "kseq",
     "lenience",
@@ -47,7 +49,18 @@ __all__ = [
 #: Rules by name, for configs: those that need no argument.
 RULES = {
     factory.__name__: factory
-    for factory in (token, block, tree, with_replacement, kseq, target_only, typical, top_beta, rollback)
+    for factory in (
+        token,
+        block,
+        tree,
+        with_replacement,
+        kseq,
+        target_only,
+        typical,
+        top_beta,
+        blockwise,
+        rollback,
+    )
 }
 
 

@@ -1,9 +1,9 @@
 """Lossy rules: they emit another law than the target's, to accept more or to study throughput.
 
-The three that judge by a threshold (`typical`, `top_beta`, `rollback`) look at every node whose ancestors
-all passed and keep the longest path that did, the likelier one on ties. They read the law that the sampler
-gives, so bans and filters hold, and at temperature 0, where that law is one-hot, they are exact (`lenience`
-is not).
+Those that judge node by node (`typical`, `top_beta`, `blockwise`, `rollback`) look at every node whose
+ancestors all passed and keep the longest path that did, the likelier one on ties. They read the law that the
+sampler gives, so bans and filters hold, and at temperature 0, where that law is one-hot, they are exact
+(`lenience` is not).
 """
 
 from __future__ import annotations
@@ -222,6 +222,52 @@ def top_beta(beta: int = 5, tau: float = 3.0) -> Verifier:
     _check(beta >= 1, "beta", "a number of at least 1", beta)
     _check(tau >= 0, "tau", "a number of at least 0", tau)
     return Verifier(Partial(_top_beta, jnp.int32(beta), jnp.float32(tau)), base.ALL_DRAWS, False, "top_beta")
+
+
+def _blockwise(
+    top_k: Int[Array, ""],
+    distance: Int[Array, ""],
+    sampler: Sampler,
+    history: PyTree,
+    logits: Float[Array, "B N V"],
+    draft: Draft,
+    depth: int,
+    keys: Keys,
+) -> Verdict:
+    def passes(p: Float[Array, "B V"], p_tokens: Float[Array, "B N"]) -> Bool[Array, "B N"]:
+        rank = (p[:, None] > p_tokens[:, :, None]).sum(-1)
+        return (rank < top_k) | (jnp.abs(draft.tokens - sampling.argmax(p)[:, None]) <= distance)
+
+    path, num_accepted, law = _longest(sampler, history, logits, draft, depth, passes)
+    return base.verdict(draft, path, num_accepted, sampling.argmax(law))
+
+
+def blockwise(top_k: int = 2, distance: int = 0) -> Verifier:
+    """Lossy, because a token passes if it is one of the ``top_k`` likeliest, or if its id lies within
+    ``distance`` of the likeliest one's.
+
+    The token after them is the target's likeliest. As for `top_beta`, temperature 1 is the setting to judge
+    at (by rank it is `top_beta` without tolerance); at temperature 0, and with 1 and 0, it is greedy
+    decoding. A distance means something where ids are intensities, as those of the paper's pixels.
+
+    Args:
+        top_k: ranks that pass, at least 1 (tokens tied with the last one pass too).
+        distance: at least 0; the paper takes 2 for pixels.
+
+    Raises:
+        ValueError: if top_k < 1 or distance < 0.
+
+    Example:
+        >>> blockwise(distance=2).lossless
+        False
+
+    Reference:
+        Stern, Shazeer, Uszkoreit, arXiv 1811.03115, section 5 (top-k and distance-based selection).
+    """
+    _check(top_k >= 1, "top_k", "a number of at least 1", top_k)
+    _check(distance >= 0, "distance", "a number of at least 0", distance)
+    rule = Partial(_blockwise, jnp.int32(top_k), jnp.int32(distance))
+    return Verifier(rule, base.ALL_DRAWS, False, "blockwise")
 
 
 def _rollback(

@@ -1,0 +1,148 @@
+"""What draft networks share: networks that read the target's hidden states and are trained to foresee it.
+
+A network comes as two functions over one set of modules: the drafting method that the engine runs, and
+`Network.teach`, which says what laws that method would draft from at given places of a known text. Training
+differentiates the second; a test holds it against the first, position by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec import sampling
+from jspec.types import Forward, LanguageModel, PyTree, Verdict
+
+#: Where a network's logits come from: the target's head; rows of it, those of a reduced vocabulary, gathered
+#: once and frozen; or a head of its own, which is trained.
+HeadKind = Literal["target", "rows", "own"]
+
+
+class Weights(NamedTuple):
+    """Parameters of a draft network.
+
+    ``head`` is None where the target's head is used, or the net's own, the kernel ``net["head"]`` [E, Vd],
+    which is trained. ``ids`` are the target's ids of the head's columns, increasing; None: column i is
+    token i.
+    """
+
+    net: PyTree
+    head: Float[Array, "E Vd"] | None = None
+    ids: Int[Array, " Vd"] | None = None
+
+
+class Text(NamedTuple):
+    """A known text and what the target shows of it, as `Network.teach` reads it.
+
+    At an anchor a, the network is asked for the laws of tokens a + 1, a + 2, ... as if ``tokens[a]`` were
+    the root of a round: it may read tokens up to a (and, for later laws, the drafted ones, which here are
+    those of the text), and ``hidden`` and ``taps`` strictly before a, for the target has not run over its
+    root yet.
+    """
+
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, " B"]
+    anchors: Int[Array, "B A"]
+    hidden: Float[Array, "B T E"]
+    taps: dict[int, Float[Array, "B T E"]]
+    source: Int[Array, "B Ts"] | None = None  # an encoder-decoder's
+    source_lengths: Int[Array, " B"] | None = None
+
+
+class Network(NamedTuple):
+    """A draft network. Static, and equal by config (made by a cached factory).
+
+    ``init(key) -> net`` makes random parameters; ``teach(weights, target, target_params, text, num_tokens)
+    -> logits [B, A, K, Vd]`` those of the K = ``num_tokens`` drafted tokens after each anchor, over the
+    head's columns. ``taps`` are the target's layers it reads; none: the hidden state that the target's head
+    reads.
+
+    ``details``, if there is one, is called as ``teach`` and returns these logits and more that a loss may
+    look at: "hidden" [B, A, K, E], what the net takes the target's hidden state to be where that law comes
+    from (EAGLE's regression, arXiv 2401.15077); "confidence" [B, A, K], the logit of its being accepted
+    (DSpark, arXiv 2607.05147).
+    """
+
+    init: Callable[[jax.Array], PyTree]
+    teach: Callable[..., Float[Array, "B A K Vd"]]
+    taps: tuple[int, ...]
+    config: Any
+    details: Callable[..., tuple[Float[Array, "B A K Vd"], dict[str, Array]]] | None = None
+
+
+# --- what is read -----------------------------------------------------------------------------------
+
+
+def features(taps: tuple[int, ...], shown: Forward | Text) -> Float[Array, "B N F"]:
+    """The hidden states of ``taps`` side by side, or the last one: F = E * max(len(taps), 1)."""
+    if not taps:
+        return shown.hidden
+    return jnp.concatenate([shown.taps[tap] for tap in taps], axis=-1)
+
+
+def along(values: Float[Array, "B N F"], path: Int[Array, "B R"]) -> Float[Array, "B R F"]:
+    """``values[b, path[b, d]]``: those of a verdict's nodes, depth by depth."""
+    return jax.vmap(lambda row, at: row[at])(values, path)
+
+
+def last(values: Float[Array, "B N F"], verdict: Verdict) -> Float[Array, "B F"]:
+    """Those of the node that the last emitted token follows: of the last token before the next root."""
+    at = jnp.maximum(verdict.num_emitted - 1, 0)
+    node = jnp.take_along_axis(verdict.path, at[:, None], axis=1)
+    return along(values, node)[:, 0]
+
+
+def keep_finished(new: PyTree, old: PyTree, verdict: Verdict) -> PyTree:
+    """``new``, and ``old`` in rows that emitted nothing; every leaf [B, ...]."""
+    emits = verdict.num_emitted > 0
+    return jax.tree.map(lambda a, b: jnp.where(emits.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
+
+
+# --- the head ---------------------------------------------------------------------------------------
+
+
+def logits(
+    weights: Weights, target: LanguageModel, target_params: PyTree, hidden: Float[Array, "... E"]
+) -> Float[Array, "... Vd"]:
+    """Float32 logits over the head's columns."""
+    kernel = weights.head
+    if kernel is None and isinstance(weights.net, dict):
+        kernel = weights.net.get("head")
+    if kernel is None:
+        return target.head(target_params, hidden)
+    return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def spread(weights: Weights, logits: Float[Array, "... Vd"], vocab_size: int) -> Float[Array, "... V"]:
+    """Logits over the target's vocabulary, from those over the head's columns: other tokens are impossible.
+
+    >>> weights = Weights((), jnp.ones((1, 2)), jnp.array([1, 3]))
+    >>> (spread(weights, jnp.array([[5.0, 6.0]]), 4) > 0).tolist()
+    [[False, True, False, True]]
+    """
+    if weights.ids is None:
+        return logits
+    full = jnp.full((*logits.shape[:-1], vocab_size), sampling.NEG_INF, logits.dtype)
+    return full.at[..., weights.ids].set(logits)
+
+
+def rows_of_head(
+    target: LanguageModel, target_params: PyTree, ids: Int[Array, " Vd"]
+) -> Float[Array, "E Vd"]:
+    """Columns of the target's head for a reduced vocabulary (FR-Spec, arXiv 2502.14856): a copy, for a gather
+    at every step would cost more than it saves.
+
+    Raises:
+      ValueError: a head that is no linear map (a bias, a soft cap).
+    """
+    config = target.config
+    if getattr(config, "head_bias", False) or getattr(config, "logit_softcap", None) is not None:
+        raise ValueError(
+            "head: expected 'target' or 'own' for a target whose head has a bias or a soft cap, got 'rows'"
+        )
+    dtype = jax.tree.leaves(target_params)[0].dtype
+    return target.head(target_params, jnp.eye(config.width, dtype=dtype))[:, ids].astype(dtype)

@@ -1,0 +1,135 @@
+"""Draft networks on disk: a folder with ``config.json`` and ``model.safetensors``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from jspec.drafters import kinds, nets
+from jspec.drafters.model import HasModel
+from jspec.drafters.nets import Network, Weights
+from jspec.io import orbax
+from jspec.io.params import dotted
+from jspec.types import Drafter, PyTree
+
+CONFIG, TENSORS = "config.json", "model.safetensors"
+
+
+class Stored(NamedTuple):
+    """A draft network as it lies in a folder. ``num_tokens``: how far it was trained to draft."""
+
+    kind: str
+    network: Network
+    weights: Weights
+    num_tokens: int | None
+
+
+def save(
+    folder: str | Path,
+    kind: str,
+    config: Any,
+    weights: Weights,
+    *,
+    num_tokens: int | None = None,
+    dtype: DTypeLike | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a draft network. Rows of the target's head are not stored: `load` gathers them again.
+
+    The config comes last, so that a folder that has one is whole.
+
+    Args:
+      dtype: of the stored parameters; None: as they are.
+      about: where it comes from, for people: its target, data, the command that made it.
+    Raises:
+      OSError: it cannot be written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(weights.net)
+    tensors = {
+        f"net.{dotted(path)}": np.asarray(leaf if dtype is None else leaf.astype(dtype))
+        for path, leaf in leaves
+    }
+    if weights.ids is not None:
+        tensors["ids"] = np.asarray(weights.ids, np.int32)
+    unfinished = folder / f".{TENSORS}.tmp"
+    save_file(tensors, unfinished)
+    unfinished.replace(folder / TENSORS)
+    values = {"kind": kind, "config": dataclasses.asdict(config), "num_tokens": num_tokens}
+    if about is not None:
+        values["about"] = dict(about)
+    orbax.write_json(folder / CONFIG, values)
+
+
+def load(folder: str | Path, target: HasModel) -> Stored:
+    """Read a draft network for its target.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: a broken one, or one for another target (width, vocabulary); the message has both numbers.
+    """
+    folder = Path(folder).expanduser()
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"drafter: no {CONFIG} in {folder}")
+    try:
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        kind, settings = values["kind"], values["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / CONFIG}: expected kind and config of a drafter, got: {error!r}"
+        ) from None
+    config = kinds.build(kind, settings, f"{folder / CONFIG}: config")
+    for name in kinds.OF_THE_TARGET:
+        mine, its = getattr(config, name), getattr(target.lm.config, name)
+        if mine != its:
+            raise ValueError(f"{folder}: made for a target of {name} {mine}, got one of {its}")
+    network = kinds.find(kind).network(config)
+    try:
+        tensors = load_file(folder / TENSORS)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{folder / TENSORS}: {error}") from None
+    ids = tensors.pop("ids", None)
+    net = _filled(jax.eval_shape(network.init, jax.random.key(0)), tensors, str(folder / TENSORS))
+    return Stored(kind, network, headed(config, target, net, ids), values.get("num_tokens"))
+
+
+def _filled(abstract: PyTree, tensors: dict[str, np.ndarray], source: str) -> PyTree:
+    """The tree of these arrays.
+
+    Raises:
+      ValueError: missing or left-over tensors, or another shape.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    shapes = {f"net.{dotted(path)}": leaf.shape for path, leaf in leaves}
+    if different := sorted(shapes.keys() ^ tensors.keys()):
+        raise ValueError(f"{source}: missing or unknown tensors: {', '.join(different[:6])}")
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{source}: {name}: expected shape {shape}, got {tensors[name].shape}")
+    return jax.tree.unflatten(structure, [jnp.asarray(tensors[name]) for name in shapes])
+
+
+def headed(config: Any, target: HasModel, net: PyTree, ids: Any) -> Weights:
+    """Weights with the head that ``config`` names; ``ids`` of its columns, None: all tokens."""
+    ids = None if ids is None else jnp.asarray(ids, jnp.int32)
+    head = nets.rows_of_head(target.lm, target.params, ids) if config.head == "rows" else None
+    return Weights(net, head, ids)
+
+
+def drafter(stored: Stored, num_tokens: int | None = None, **options: Any) -> Drafter:
+    """The drafting method of a stored network; ``options`` as for its kind's factory."""
+    number = num_tokens or stored.num_tokens
+    if number is not None:
+        options["num_tokens"] = number
+    return kinds.find(stored.kind).drafter(stored.network, stored.weights, **options)

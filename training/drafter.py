@@ -1,0 +1,375 @@
+"""Draft networks: a network that reads the target learns to foresee it, on text that the target wrote."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+import rich.console
+from jaxtyping import Array, Int
+
+from jspec import models
+from jspec.checkpoint import Model, load
+from jspec.drafters import kinds, nets, stored
+from jspec.drafters.nets import HeadKind, Network, Weights
+from jspec.drafters.stored import Stored
+from jspec.types import PyTree
+from training import recipe, text
+from training.buckets import choose_edges
+from training.config import Batching, Count, Strict, Training
+from training.data import Batch, Example, Limits, Mixture, widths
+from training.draft_loss import DraftLoss
+from training.features import Precision, Shown
+from training.loop import fit
+from training.teaching import Teaching, simulate
+
+EVALUATION_SEED = 2**31
+TEMPERATURES = (0.0, 1.0)  # of the held-out texts
+
+
+class Drafter(Strict):
+    """A target, a draft network, its head, text, a loss, and a loop.
+
+    ``network`` holds settings of the kind's config (`jspec.drafters.kinds`). ``head`` is the target's, rows
+    of it (frozen), or the network's own (trained, from these rows on); with ``draft_vocab`` its columns are
+    the so many most frequent tokens of the training answers. ``init`` names a stored drafter to go on from.
+
+    At every step ``anchors`` places of each sequence are drawn (None: all), and from each the network is
+    taught ``num_tokens`` laws. With ``features`` what the target shows of all training text lies on the disk,
+    2 * width bytes a token for the hidden state and for each layer that the network taps; without, its
+    forward is part of the step.
+
+    Evaluations are on what the target writes to the validation sources, greedily and sampled.
+    """
+
+    target: str | None = None  # for the command line
+    kind: str
+    network: dict[str, Any] = pydantic.Field(default={})
+    head: HeadKind = "target"
+    draft_vocab: Count | None = None
+    init: str | None = None
+    num_tokens: Count = 4
+    anchors: Count | None = 64
+    loss: DraftLoss = DraftLoss()
+    sources: Annotated[tuple[text.Source, ...], pydantic.Field(min_length=1)] = (text.Source(text="target"),)
+    features: Precision | None = "float16"
+    data: recipe.Data | None = None
+    limits: Limits = Limits()
+    chat: bool = False  # sources are user messages, put into the chat template (decoder-only)
+    batching: Batching = Batching(batch_size=16)
+    max_new_tokens: Count = 128  # of answers that are written
+    generation_batch: Count = 32  # answers written at a time
+    validation_examples: Count = 64
+    training: Training
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Drafter:
+        kinds.find(self.kind)
+        if self.head == "rows" and self.draft_vocab is None:
+            raise ValueError("draft_vocab: expected a number of tokens with head: rows, got None")
+        if self.head == "target" and self.draft_vocab is not None:
+            raise ValueError(f"draft_vocab: expected None with head: target, got {self.draft_vocab}")
+        if any(source.text == "drafter" for source in self.sources):
+            raise ValueError("sources: expected text of references or target, got drafter")
+        if self.training.dropout:
+            raise ValueError(f"training.dropout: expected 0, got {self.training.dropout}")
+        return self
+
+
+# --- the draft vocabulary ---------------------------------------------------------------------------
+
+
+def draft_vocabulary(
+    examples: Sequence[Example], size: int, vocab_size: int
+) -> tuple[Int[np.ndarray, " Vd"], float]:
+    """The ``size`` most frequent tokens of the answers, ascending, and the share of all that they make up.
+
+    Of equally frequent ones the lower id comes first (FR-Spec, arXiv 2502.14856, and EAGLE-3 count so).
+
+    Raises:
+      ValueError: more than there are.
+
+    >>> ids, coverage = draft_vocabulary([Example([9], [5, 3, 5]), Example([9], [5, 1])], 2, 10)
+    >>> ids.tolist(), coverage
+    ([1, 5], 0.8)
+    """
+    if size > vocab_size:
+        raise ValueError(f"draft_vocab: expected at most {vocab_size} (the target's tokens), got {size}")
+    counts = np.zeros(vocab_size, np.int64)
+    for example in examples:
+        np.add.at(counts, np.asarray(example.target), 1)
+    ids = np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+    return ids, float(counts[ids].sum() / counts.sum())
+
+
+# --- text -------------------------------------------------------------------------------------------
+
+
+class Batchwise:
+    """The batches of a run (`batch` is the loop's source), and how many answer tokens they have held.
+
+    Args:
+      parts: the examples of every source.
+      shown: the batches of a part, with features or without.
+    """
+
+    def __init__(
+        self,
+        config: Drafter,
+        parts: Sequence[Sequence[Example]],
+        target: Model,
+        shown: Callable[[Any, Sequence[Example]], Any],
+    ) -> None:
+        batching, start = config.batching, target.decoder_start
+        if isinstance(batching.buckets, int):
+            needed = np.concatenate([widths(part, start) for part in parts])
+            edges = choose_edges(needed, batching.buckets, batching.multiple)
+            batching = batching.model_copy(update={"buckets": tuple(edges)})
+        plain = [recipe.batches(part, batching, config.training, start) for part in parts]
+        self._plain = Mixture(plain, [source.weight for source in config.sources])
+        self._shown = [shown(batches, part) for batches, part in zip(plain, parts, strict=True)]
+        self._sizes = [np.array([len(example.target) for example in part]) for part in parts]
+        self._seen = [0]  # after each number of steps
+        self._steps = 0
+        self.total = sum(int(sizes.sum()) for sizes in self._sizes)
+
+    def batch(self, step: int, params: PyTree = None) -> Batch:
+        """The batch of a step."""
+        self._steps = step + 1
+        while len(self._seen) <= self._steps:
+            index, own = self._plain.part(len(self._seen) - 1)
+            rows = self._plain.parts[index].rows(own)
+            self._seen.append(self._seen[-1] + int(self._sizes[index][rows[rows >= 0]].sum()))
+        index, own = self._plain.part(step)
+        return self._shown[index][own]
+
+    @property
+    def tokens_seen(self) -> int:
+        """Answer tokens of all steps up to the newest; each time that an epoch comes to them."""
+        return self._seen[self._steps]
+
+
+# --- the recipe -------------------------------------------------------------------------------------
+
+
+class Beginning(NamedTuple):
+    """A network before the first step. ``weights.net`` is what is trained."""
+
+    network: Network
+    weights: Weights
+    coverage: float  # of the draft vocabulary
+
+
+def run(
+    config: Drafter,
+    corpus: recipe.Corpus,
+    output: str | Path,
+    *,
+    target: Model | None = None,
+    cache: str | Path | None = None,
+    console: rich.console.Console | None = None,
+) -> Stored:
+    """The trained network: trained, or trained to the end, or read where that was done before.
+
+    Args:
+      corpus: sources and reference answers; token ids for a target without tokenizer.
+      output: the run's folder; `jspec.drafters.stored.load` reads it.
+      target: None: the one that ``config`` names. Its forward computes in the dtype of its params.
+      cache: a folder for what the target writes and shows, which several runs may share; None: within
+        ``output``.
+
+    Raises:
+      ValueError: a wrong configuration, corpus or folder.
+      OSError, FloatingPointError: see `training.loop.fit`.
+    """
+    output, settings = Path(output), config.training
+    target = target_of(config, target)
+    network = network_of(config, target)
+    before = None if config.init is None else stored.load(config.init, target)
+    inputs = {
+        "recipe": "drafter",
+        "train": recipe.text_fingerprint(corpus.train),
+        "validation": recipe.text_fingerprint(corpus.validation),
+        "target": recipe.model_fingerprint(target.lm.config, target.params),
+    }
+    if before is not None:
+        inputs["init"] = recipe.model_fingerprint(before.network.config, before.weights.net)
+    finished = recipe.open_folder(output, config, inputs)
+    if finished and (output / stored.CONFIG).is_file():
+        return stored.load(output, target)
+    writing = text.Writing(
+        config.max_new_tokens, config.generation_batch, output / "text" if cache is None else Path(cache)
+    )
+    examples = encoded(config, target, corpus.train, "train")
+    parts = [text.chosen(source, examples, target, writing, console=console) for source in config.sources]
+    begun = begin(config, target, network, parts, before)
+    _tell(console, parts, begun)
+
+    def shown(batches: Any, part: Sequence[Example]) -> Any:
+        if config.features is None:
+            return batches
+        found = text.features(target, part, writing, config.features, taps=network.taps, console=console)
+        return Shown(batches, found)
+
+    texts = Batchwise(config, parts, target, shown)
+    validation = encoded(config, target, corpus.validation[: config.validation_examples], "validation")
+    objective = teaching(config, target, network, parts)
+    frozen = frozen_of(target, begun.weights)
+    params = fit(
+        begun.weights.net,
+        objective,
+        texts.batch,
+        settings,
+        output,
+        frozen=frozen,
+        evaluate=_evaluation(config, target, objective, frozen, validation, writing, texts, console),
+        console=console,
+    )
+    weights = begun.weights._replace(net=params)
+    about = None if config.target is None else {"target": config.target}
+    stored.save(output, config.kind, network.config, weights, num_tokens=config.num_tokens, about=about)
+    return Stored(config.kind, network, weights, config.num_tokens)
+
+
+def _tell(console: rich.console.Console | None, parts: Sequence[Sequence[Example]], begun: Beginning) -> None:
+    if console is not None:
+        total = sum(len(example.target) for part in parts for example in part)
+        size = sum(x.size for x in jax.tree.leaves(begun.weights.net))
+        console.print(
+            f"text: {total} answer tokens; draft vocabulary: {begun.coverage:.1%} of them; "
+            f"trained parameters: {size}",
+            highlight=False,
+        )
+
+
+def target_of(config: Drafter, target: Model | None) -> Model:
+    """The target that is given, or named."""
+    if target is None:
+        if config.target is None:
+            raise ValueError("target: expected a checkpoint or a run's folder, got none")
+        target = load(config.target, config.training.dtype)
+    return target
+
+
+def network_of(config: Drafter, target: Model) -> Network:
+    """The network that a configuration describes.
+
+    Raises:
+      ValueError: wrong settings, a layer that the target lacks, or a loss that the network has nothing for.
+    """
+    architecture = kinds.configure(
+        config.kind, config.network, target.lm.config, head=config.head, draft_vocab=config.draft_vocab
+    )
+    network = kinds.find(config.kind).network(architecture)
+    layers = target.lm.config.num_layers
+    if not all(0 <= tap <= layers for tap in network.taps):
+        raise ValueError(f"network: expected taps in 0 .. {layers} (the target's layers), got {network.taps}")
+    if config.loss.static().needs and network.details is None:
+        name = config.loss.static().needs[0]
+        which = {"hidden": "regression"}.get(name, name)
+        raise ValueError(
+            f"loss.{which}: expected 0 for a drafter of kind {config.kind!r}, which has no such output"
+        )
+    return network
+
+
+def teaching(
+    config: Drafter, target: Model, network: Network, parts: Sequence[Sequence[Example]]
+) -> Teaching:
+    """The objective of a configuration, for these texts and all that is written."""
+    loss = config.loss.static()
+    longest = max([config.max_new_tokens, *(len(example.target) for part in parts for example in part)])
+    sizes = (config.num_tokens, config.anchors, target.vocab_size, longest)
+    return Teaching(target.lm, network, loss, *sizes)
+
+
+def frozen_of(target: Model, weights: Weights) -> dict[str, Any]:
+    """What the objective reads and no step changes."""
+    return {"target": target.params, "head": weights.head, "ids": weights.ids}
+
+
+def encoded(config: Drafter, target: Model, texts: Any, name: str) -> list[Example]:
+    """Token ids of texts."""
+    return recipe.encode(
+        texts,
+        target.tokenizer,
+        encoder=bool(target.decoder_start),
+        limits=config.limits,
+        name=name,
+        chat=config.chat,
+    )
+
+
+def begin(
+    config: Drafter,
+    target: Model,
+    network: Network,
+    parts: Sequence[Sequence[Example]],
+    before: Stored | None = None,
+) -> Beginning:
+    """Weights before the first step: random, or those of ``before``.
+
+    Raises:
+      ValueError: ``before`` is another network.
+    """
+    if before is not None:
+        if before.network.config != network.config:
+            raise ValueError(f"init: expected a drafter with {network.config}, got {before.network.config}")
+        net = models.cast(before.weights.net, "float32")
+        return Beginning(network, before.weights._replace(net=net), _coverage(parts, before.weights.ids))
+    ids, coverage = None, 1.0
+    if config.draft_vocab is not None:
+        every = [example for part in parts for example in part]
+        ids, coverage = draft_vocabulary(every, config.draft_vocab, target.vocab_size)
+    net = models.cast(network.init(jax.random.key(config.training.seed)), "float32")
+    if config.head == "own" and "head" in net:  # a language model of its own has it elsewhere
+        columns = np.arange(target.lm.config.vocab_size, dtype=np.int32) if ids is None else ids
+        with contextlib.suppress(ValueError):  # the target's head is no kernel: its own stays random
+            rows = nets.rows_of_head(target.lm, target.params, jnp.asarray(columns))
+            head = jnp.broadcast_to(rows.astype(jnp.float32), net["head"].shape)
+            net = {**net, "head": head}
+    return Beginning(network, stored.headed(network.config, target, net, ids), coverage)
+
+
+def _coverage(parts: Sequence[Sequence[Example]], ids: Array | None) -> float:
+    if ids is None:
+        return 1.0
+    tokens = np.concatenate([np.asarray(example.target) for part in parts for example in part])
+    return float(np.isin(tokens, np.asarray(ids)).mean())
+
+
+# --- the learning curve -------------------------------------------------------------------------------
+
+
+def _evaluation(
+    config: Drafter,
+    target: Model,
+    objective: Teaching,
+    frozen: PyTree,
+    validation: list[Example],
+    writing: text.Writing,
+    texts: Batchwise,
+    console: rich.console.Console | None,
+) -> Callable[[PyTree], dict[str, float]]:
+    """A point of the learning curve, from params."""
+    shapes = (config.batching, config.training, target.decoder_start)
+    held_out = []
+    for temperature in TEMPERATURES:  # a seed of its own: training may see the same sources
+        written = text.answered(target, validation, writing, temperature, EVALUATION_SEED, console=console)
+        held_out.append(recipe.held_out(written, *shapes))
+
+    def evaluate(params: PyTree) -> dict[str, float]:
+        greedy, sampled = (
+            simulate(objective, params, frozen, batches, dtype=config.training.dtype) for batches in held_out
+        )
+        chain = {name: value for name, value in greedy.items() if name.startswith(("accepted", "tau_0"))}
+        seen = {"tokens_seen": float(texts.tokens_seen), "epochs": texts.tokens_seen / texts.total}
+        return seen | sampled | chain
+
+    return evaluate

@@ -168,7 +168,6 @@ def test_the_confidence_head_stops_before_the_token_it_doubts(survival):
     _, confidence = teach_both(network, weights, model.lm, model.params, text, 4)
     assert confidence is not None
     chances = np.cumprod(np.asarray(jax.nn.sigmoid(confidence))[:, 0], axis=1)
-    print(chances)
     # What follows a stop reads 0 in the draft and is of no account.
     expected = np.cumprod(chances >= survival, axis=1).astype(bool)
     np.testing.assert_array_equal(valid, expected)

@@ -233,7 +233,7 @@ CASES |= {
     "dflash": Case(netted(dflash, BLOCK, 4), verify.block),
     "dflash greedy": Case(netted(dflash, BLOCK, 3, sample=False), verify.target_only),
     "dflash steps": Case(netted(dflash, BLOCK, 4, sample=False, steps=3), verify.target_only),
-    "dspark": Case(netted(dspark, BLOCK, 4, survival=0.2), verify.block),
+    "dspark": Case(netted(dspark, BLOCK, 4, survival=1e-3), verify.block),
     "dspark tree": Case(netted(dspark, TREE, 3, 8, branching=3, beam=3), verify.target_only),
     "causal block": Case(netted(causal, BLOCK, 3, proceed=drafters.confidence(0.2)), verify.token),
     "causal tree": Case(netted(causal, TREE, 3, 10, branching=3), verify.tree),

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pydantic
 
+from jspec.drafters.attend import AssistantConfig, GlideConfig, attend, attend_config, attend_network
+from jspec.drafters.lookahead_tokens import LookaheadConfig, lookahead_network, lookahead_tokens
 from jspec.drafters.nets import HeadKind, Network
 from jspec.types import Drafter
 
@@ -35,6 +37,22 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {}
+
+
+def _attend(name: Any) -> dict[str, Kind]:
+    config = GlideConfig if name == "glide" else AssistantConfig
+    return {name: Kind(config, attend_network, attend, lambda c: dataclasses.asdict(attend_config(c, name)))}
+
+
+def _bita(target: Any) -> dict[str, Any]:
+    return {"num_prompts": 2}
+
+
+KINDS |= _attend("glide") | _attend("assistant")
+KINDS |= {
+    "pass": Kind(LookaheadConfig, lookahead_network, lookahead_tokens),
+    "bita": Kind(LookaheadConfig, lookahead_network, lookahead_tokens, _bita),
+}
 
 OF_THE_TARGET = ("width", "vocab_size")
 

@@ -62,7 +62,7 @@ def attend_network(config: GlideConfig | AssistantConfig) -> Network:
     """The network of an architecture. Cached: equal configs give the same object.
 
     ``teach`` runs the target over the text for its keys and values (`Network.runs_target`), and shows an
-    anchor a those strictly before a: the paper's block mask, which makes every token the root of a block.
+    anchor a those strictly before a: the paper's block mask, with every token for the root of a block.
 
     >>> from jspec.testing import tiny_decoder
     >>> attend_network(attend_config(tiny_decoder()[0].config)).runs_target
@@ -87,12 +87,13 @@ def attend_network(config: GlideConfig | AssistantConfig) -> Network:
 
 
 class Expansion(NamedTuple):
-    """CaPE, confidence-aware proposal expansion (arXiv 2402.02082, section 3.3): beside the likeliest token
+    """CaPE, confidence-aware proposal expansion (arXiv 2402.02082): beside the likeliest token
     of a step stand as many of the next likeliest ones as its confidence leaves room for.
 
     With b = len(bins), a step whose likeliest token has probability c adds ``bins[floor(c b)]`` siblings to
     it (c = 1: those of the last bin). They are leaves. ``num_nodes``, root included, bounds the draft: where
-    they do not all fit, those of the earlier steps come first.
+    they do not all fit, those of the earlier steps come first. The numbers are the authors'; the bound, and
+    that all bins are equally wide, are not.
     """
 
     bins: tuple[int, ...] = (8, 8, 8, 6, 6, 6, 4, 4, 2, 2, 2, 2)

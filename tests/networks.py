@@ -137,6 +137,51 @@ NETWORKS |= {
 }
 
 
+# --- nets that look at the target's cache, and look-ahead tokens --------------------------------------
+
+
+def a_reader(kind: str, **more) -> Callable[[Tiny], Network]:
+    """One that looks at the target's layers 1 and 0."""
+
+    def network(t: Tiny) -> Network:
+        own = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8} if kind == "glide" else {"inner": 24}
+        if more.get("head", "target") != "target":
+            own["draft_vocab"] = t.lm.config.vocab_size * 3 // 4
+        sizes = {"layers": (1, 0), "mlp_width": 24}
+        return drafters.attend_network(drafters.attend_config(t.lm.config, kind, **(sizes | own | more)))
+
+    return network
+
+
+def by_attend(network: Network, weights: Weights, **more) -> Drafter:
+    return drafters.attend(network, weights, NUM_TOKENS, **more)
+
+
+def a_lookahead(**more) -> Callable[[Tiny], Network]:
+    def network(t: Tiny) -> Network:
+        sizes = {"width": t.lm.config.width, "vocab_size": t.lm.config.vocab_size}
+        if more.get("head", "target") != "target":
+            sizes["draft_vocab"] = sizes["vocab_size"] * 3 // 4
+        return drafters.lookahead_network(drafters.LookaheadConfig(**(sizes | more)))
+
+    return network
+
+
+NETWORKS |= {
+    "glide": Case(a_reader("glide"), by_attend),
+    "glide rows": Case(a_reader("glide", head="rows", query_norm=True), by_attend, rows=True),
+    "assistant": Case(a_reader("assistant"), by_attend),
+    "assistant own": Case(a_reader("assistant", head="own"), by_attend, rows=True),
+    "pass": Case(a_lookahead(), drafters.lookahead_tokens),
+    "bita own": Case(a_lookahead(num_prompts=2, head="own"), drafters.lookahead_tokens, rows=True),
+    "bita rows": Case(
+        a_lookahead(num_tokens=4, num_prompts=1, head="rows"),
+        lambda n, w, **more: drafters.lookahead_tokens(n, w, **({"num_tokens": NUM_TOKENS} | more)),
+        rows=True,
+    ),
+}
+
+
 def shaken(weights: Weights, seed: int = 0) -> Weights:
     """The same with every parameter of the net moved at random: networks begin with zeros in places, and
     a test would not see what hangs on them."""

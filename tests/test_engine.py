@@ -35,6 +35,9 @@ STATEFUL = (
     "eagle3 own tree",
     "mtp/block",
     "mtp heads/block",
+    "glide cape",
+    "assistant/token",
+    "bita/token",
 )
 QUICK_STATEFUL = ("model/block", "token_recycling")
 

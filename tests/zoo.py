@@ -255,6 +255,18 @@ CASES |= {
     "mtp heads tree": Case(trained("mtp heads tap", tree=DYNAMIC), verify.tree),
 }
 
+CAPE = drafters.Expansion(bins=(3, 2, 1), num_nodes=9)
+CASES |= {
+    "glide/block": Case(trained("glide"), verify.block),
+    "glide confidence": Case(trained("glide rows", proceed=drafters.confidence(0.3)), verify.token),
+    "glide cape": Case(trained("glide", expansion=CAPE), verify.target_only),
+    "assistant/token": Case(trained("assistant own"), verify.token),
+    "assistant cape": Case(trained("assistant", expansion=CAPE), verify.tree),
+    "pass/block": Case(trained("pass"), verify.block),
+    "pass greedy": Case(trained("pass", num_tokens=2, sample=False), verify.target_only),
+    "bita/token": Case(trained("bita own"), verify.token),
+}
+
 
 def reference(
     model: Tiny, prompt: list[int], max_new_tokens: int, eos: tuple[int, ...] = (), row: int = 0

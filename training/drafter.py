@@ -43,7 +43,8 @@ class Drafter(Strict):
     At every step ``anchors`` places of each sequence are drawn (None: all), and from each the network is
     taught ``num_tokens`` laws. With ``features`` what the target shows of all training text lies on the disk,
     2 * width bytes a token for the hidden state and for each layer that the network taps; without, its
-    forward is part of the step.
+    forward is part of the step. A network that looks at the target's cache (``glide``, ``assistant``) or runs
+    rows of its own through it (``pass``, ``bita``) needs that forward: ``features: null``.
 
     Evaluations are on what the target writes to the validation sources, greedily and sampled.
     """
@@ -261,7 +262,8 @@ def network_of(config: Drafter, target: Model) -> Network:
     """The network that a configuration describes.
 
     Raises:
-      ValueError: wrong settings, a layer that the target lacks, or a loss that the network has nothing for.
+      ValueError: wrong settings, a layer that the target lacks, a loss that the network has nothing for, or
+        features for one that needs the target itself.
     """
     architecture = kinds.configure(
         config.kind, config.network, target.lm.config, head=config.head, draft_vocab=config.draft_vocab
@@ -270,6 +272,11 @@ def network_of(config: Drafter, target: Model) -> Network:
     layers = target.lm.config.num_layers
     if not all(0 <= tap <= layers for tap in network.taps):
         raise ValueError(f"network: expected taps in 0 .. {layers} (the target's layers), got {network.taps}")
+    if network.runs_target and config.features is not None:
+        raise ValueError(
+            f"features: expected none for a drafter of kind {config.kind!r}, which runs the target in every "
+            f"step, got {config.features}"
+        )
     if config.loss.static().needs and network.details is None:
         name = config.loss.static().needs[0]
         which = {"hidden": "regression"}.get(name, name)

@@ -1,5 +1,13 @@
 """Drafting methods: one factory a method, all returning `jspec.types.Drafter`."""
 
+from jspec.drafters.attend import (
+    AssistantConfig,
+    Expansion,
+    GlideConfig,
+    attend,
+    attend_config,
+    attend_network,
+)
 from jspec.drafters.autoregressive import confidence, entropy_bound
 from jspec.drafters.beam import TreeSettings
 from jspec.drafters.block import BlockConfig, block, block_config, block_network, block_tree
@@ -9,6 +17,7 @@ from jspec.drafters.head_nets import HeadsConfig, heads_network
 from jspec.drafters.heads import heads
 from jspec.drafters.jacobi import jacobi, lookahead
 from jspec.drafters.length import heuristic
+from jspec.drafters.lookahead_tokens import LookaheadConfig, lookahead_network, lookahead_tokens
 from jspec.drafters.masked import MaskedConfig, masked, masked_network
 from jspec.drafters.model import model
 from jspec.drafters.mtp import MtpConfig, MtpHeadsConfig, mtp, mtp_network
@@ -25,15 +34,22 @@ NAMED = {
 
 __all__ = [
     "NAMED",
+    "AssistantConfig",
     "BlockConfig",
     "Eagle3Config",
     "EagleConfig",
+    "Expansion",
+    "GlideConfig",
     "HeadsConfig",
+    "LookaheadConfig",
     "MaskedConfig",
     "MtpConfig",
     "MtpHeadsConfig",
     "NgramTable",
     "TreeSettings",
+    "attend",
+    "attend_config",
+    "attend_network",
     "block",
     "block_config",
     "block_network",
@@ -51,6 +67,8 @@ __all__ = [
     "load",
     "load_ngram",
     "lookahead",
+    "lookahead_network",
+    "lookahead_tokens",
     "masked",
     "masked_network",
     "model",

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import pydantic
 
+from jspec.drafters.attend import AssistantConfig, GlideConfig, attend, attend_config, attend_network
 from jspec.drafters.block import block
 from jspec.drafters.block_network import BlockConfig, block_config, block_network
 from jspec.drafters.eagle import Eagle3Config, EagleConfig, eagle, eagle3_taps, eagle_network
 from jspec.drafters.head_nets import HeadsConfig, heads_network
 from jspec.drafters.heads import heads
+from jspec.drafters.lookahead_tokens import LookaheadConfig, lookahead_network, lookahead_tokens
 from jspec.drafters.masked import MaskedConfig, masked, masked_network
 from jspec.drafters.mtp import MtpConfig, MtpHeadsConfig, mtp, mtp_network
 from jspec.drafters.nets import HeadKind, Network
@@ -63,6 +65,15 @@ def _block(name: Any) -> Kind:
     return Kind(BlockConfig, block_network, block, defaults)
 
 
+def _attend(name: Any) -> Kind:
+    config = GlideConfig if name == "glide" else AssistantConfig
+    return Kind(config, attend_network, attend, lambda c: dataclasses.asdict(attend_config(c, name)))
+
+
+def _bita(target: Any) -> dict[str, Any]:
+    return {"num_prompts": 2}
+
+
 KINDS: dict[str, Kind] = {
     "blockwise": _heads("blockwise"),
     "medusa": _heads("medusa"),
@@ -75,7 +86,12 @@ KINDS: dict[str, Kind] = {
     "dspark": _block("dspark"),
     "causal_block": _block("causal"),
     "masked": Kind(MaskedConfig, masked_network, masked),
+    "glide": _attend("glide"),
+    "assistant": _attend("assistant"),
+    "pass": Kind(LookaheadConfig, lookahead_network, lookahead_tokens),
+    "bita": Kind(LookaheadConfig, lookahead_network, lookahead_tokens, _bita),
 }
+
 
 OF_THE_TARGET = ("width", "vocab_size")
 

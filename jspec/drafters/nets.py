@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec import sampling
-from jspec.types import Forward, LanguageModel, PyTree, Verdict
+from jspec.types import Block, Forward, LanguageModel, Prompt, PyTree, Verdict
 
 #: Where a network's logits come from: the target's head; rows of it, those of a reduced vocabulary, gathered
 #: once and frozen; or a head of its own, which is trained.
@@ -65,6 +65,9 @@ class Network(NamedTuple):
     look at: "hidden" [B, A, K, E], what the net takes the target's hidden state to be where that law comes
     from (EAGLE's regression, arXiv 2401.15077); "confidence" [B, A, K], the logit of its being accepted
     (DSpark, arXiv 2607.05147).
+
+    ``runs_target``: ``teach`` runs the target over the text itself (`run_over`), for keys and values or with
+    rows of its own, so stored hidden states would spare training nothing.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -72,6 +75,7 @@ class Network(NamedTuple):
     taps: tuple[int, ...]
     config: Any
     details: Callable[..., tuple[Float[Array, "B A K Vd"], dict[str, Array]]] | None = None
+    runs_target: bool = False
 
 
 # --- what is read -----------------------------------------------------------------------------------
@@ -100,6 +104,16 @@ def keep_finished(new: PyTree, old: PyTree, verdict: Verdict) -> PyTree:
     """``new``, and ``old`` in rows that emitted nothing; every leaf [B, ...]."""
     emits = verdict.num_emitted > 0
     return jax.tree.map(lambda a, b: jnp.where(emits.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
+
+
+def run_over(target: LanguageModel, target_params: PyTree, text: Text) -> tuple[PyTree, Forward]:
+    """An empty cache of the target (with an encoder's output in it), and its forward over a whole text: what
+    the rows [B, T] of `Forward.rows` hold is what the engine commits."""
+    prompt = Prompt(text.tokens, text.lengths, text.source, text.source_lengths)
+    cache = target.start(target_params, prompt, 0)
+    width = text.tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], text.tokens.shape)
+    return cache, target.extend(target_params, cache, Block(text.tokens, positions))
 
 
 # --- the head ---------------------------------------------------------------------------------------
@@ -146,3 +160,19 @@ def rows_of_head(
         )
     dtype = jax.tree.leaves(target_params)[0].dtype
     return target.head(target_params, jnp.eye(config.width, dtype=dtype))[:, ids].astype(dtype)
+
+
+def check_weights(config: Any, weights: Weights) -> None:
+    """Refuse weights of another head than the config's (``width``, ``columns``, ``head``, ``draft_vocab``).
+
+    Raises:
+      ValueError: head or ids missing, left over or of another shape.
+    """
+    expected = (config.width, config.columns) if config.head == "rows" else None
+    got = None if weights.head is None else tuple(weights.head.shape)
+    if got != expected:
+        raise ValueError(f"weights.head: expected {expected} with head={config.head!r}, got {got}")
+    expected = None if config.draft_vocab is None else (config.draft_vocab,)
+    got = None if weights.ids is None else tuple(weights.ids.shape)
+    if got != expected:
+        raise ValueError(f"weights.ids: expected {expected} with draft_vocab={config.draft_vocab}, got {got}")

@@ -269,14 +269,7 @@ def drafter(
         tree.check(config.columns)
         if proceed is not None:
             raise ValueError("proceed: expected None with a tree, got a stopping rule")
-    expected = (config.width, config.columns) if config.head == "rows" else None
-    got = None if weights.head is None else tuple(weights.head.shape)
-    if got != expected:
-        raise ValueError(f"weights.head: expected {expected} with head={config.head!r}, got {got}")
-    expected = None if config.draft_vocab is None else (config.draft_vocab,)
-    got = None if weights.ids is None else tuple(weights.ids.shape)
-    if got != expected:
-        raise ValueError(f"weights.ids: expected {expected} with draft_vocab={config.draft_vocab}, got {got}")
+    nets.check_weights(config, weights)
     params = RecurrentParams(weights, proceed)
     # What does not matter takes one value, so that equal methods are one.
     length, sample = (num_tokens, sample) if tree is None else (tree.depth, False)

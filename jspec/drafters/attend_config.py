@@ -1,0 +1,198 @@
+"""Sizes of the networks that look at the target's keys and values (`jspec.drafters.attend_nets`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from jspec.drafters.nets import HeadKind
+from jspec.models.decoder import DecoderConfig
+from jspec.models.rotary import rotary
+
+ENDLESS = 1 << 20  # rotary positions have no end
+NUMBERS = (
+    "width",
+    "vocab_size",
+    "target_heads",
+    "target_head_dim",
+    "mlp_width",
+    "draft_vocab",
+    "num_heads",
+    "num_kv_heads",
+    "inner",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendConfig:
+    """What both nets are told, hashable; never a dtype, which is that of the weights. `attend_config` fills
+    it in for a target."""
+
+    width: int  # E, the target's
+    vocab_size: int  # V, the target's
+    layers: tuple[int, ...]  # of the target: whose keys and values each layer of the net looks at
+    target_heads: int  # H of the target, and of the queries
+    target_head_dim: int
+    mlp_width: int
+    query_norm: bool = False  # for a target that normalises its keys
+    relative_buckets: int = 0  # of a bias by distance, for keys that hold no positions (T5); 0: none
+    relative_distance: int = 128
+    norm_eps: float = 1e-6
+    head: HeadKind = "target"
+    draft_vocab: int | None = None  # columns of the head; None: all V
+
+    def __post_init__(self) -> None:
+        for name in NUMBERS:
+            value = getattr(self, name, None)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected a number >= 1, got {value}")
+        if not self.layers or min(self.layers) < 0:
+            raise ValueError(f"layers: expected layers of the target, from 0 on, got {self.layers}")
+        if self.relative_buckets < 0:
+            raise ValueError(f"relative_buckets: expected a number >= 0, got {self.relative_buckets}")
+        if self.head not in ("target", "rows", "own"):
+            raise ValueError(f"head: expected 'target', 'rows' or 'own', got {self.head!r}")
+        if (self.head == "target") != (self.draft_vocab is None) and self.head != "own":
+            expected = "None with head='target'" if self.head == "target" else "a number with head='rows'"
+            raise ValueError(f"draft_vocab: expected {expected}, got {self.draft_vocab}")
+        if self.columns > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab: expected at most vocab_size = {self.vocab_size}, got {self.draft_vocab}"
+            )
+
+    @property
+    def columns(self) -> int:
+        """Tokens the head knows."""
+        return self.vocab_size if self.draft_vocab is None else self.draft_vocab
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """Sizes of the net's layers, as their parts take them."""
+        raise NotImplementedError
+
+    def check_target(self, config: Any) -> None:
+        """Refuse a target that the net was not made for.
+
+        Raises:
+          ValueError: another width, vocabulary or shape of keys, or too few layers; with both numbers.
+        """
+        names = {"target_heads": "num_heads", "target_head_dim": "head_dim"}
+        for mine in ("width", "vocab_size", *names):
+            expected, got = getattr(self, mine), getattr(config, names.get(mine, mine), None)
+            if got != expected:
+                name = names.get(mine, mine)
+                raise ValueError(f"target: expected {name} = {expected} as the network has, got {got}")
+        if max(self.layers) >= config.num_layers:
+            raise ValueError(
+                f"target: expected more than {max(self.layers)} layers, which the network looks at, "
+                f"got {config.num_layers}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GlideConfig(AttendConfig):
+    """GLIDE (arXiv 2402.02082): a small decoder over the target's embeddings, whose layers look at the target
+    between self-attention and perceptron. In the paper, all of them at the target's last layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number (rotary positions), got {self.head_dim}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.num_kv_heads}"
+            )
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """See `AttendConfig.decoder`."""
+        positions, _ = rotary({"rope_theta": self.rope_theta}, self.head_dim, ENDLESS)
+        sizes = (self.width, self.num_heads, self.num_kv_heads, self.head_dim)
+        return _sizes(self, *sizes, rotary=positions)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AssistantConfig(AttendConfig):
+    """The layout of Gemma 4's assistant: no keys and values of its own at all::
+
+        x = pre_projection [E(token); h] -> layers -> norm -> y        h of the next step = post_projection y
+
+    with h the target's last hidden state before the root at first. All steps stand at the root's position.
+    ``head="own"`` reads y, [inner, Vd], as Gemma's small head does; the others read post_projection y.
+    """
+
+    inner: int  # width of the layers
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """See `AttendConfig.decoder`; there is no self-attention."""
+        return _sizes(self, self.inner, 1, 1, 2, sinusoidal=True)
+
+
+def _sizes(
+    c: AttendConfig, width: int, heads: int, kv_heads: int, head_dim: int, **positions: Any
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=c.vocab_size,
+        width=width,
+        mlp_width=c.mlp_width,
+        num_layers=len(c.layers),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_length=ENDLESS,
+        norm_eps=c.norm_eps,
+        **positions,
+    )
+
+
+def decoder_of(target: Any) -> DecoderConfig:
+    """The decoder in a target's config: an encoder-decoder's, or all of it."""
+    return getattr(target, "decoder", target)
+
+
+def attend_config(
+    target: Any, kind: Literal["glide", "assistant"] = "glide", *, num_layers: int | None = None, **more: Any
+) -> GlideConfig | AssistantConfig:
+    """The network of a published kind for a target's config, its sizes the target's.
+
+    ``more`` are fields of `GlideConfig` or `AssistantConfig`. "glide": one layer, which looks at the target's
+    last one. "assistant": four of half the width; as in Gemma 4, the last one looks at the target's last
+    layer that sees everything, the others at its last windowed layer (where there is none, at the same one).
+
+    >>> from jspec.testing import tiny_decoder
+    >>> attend_config(tiny_decoder(num_layers=4, windows=(8, 8, 8, None))[0].config, "assistant").layers
+    (2, 2, 2, 3)
+
+    Raises:
+      ValueError: an unknown kind, or what the config refuses.
+    """
+    if kind not in ("glide", "assistant"):
+        raise ValueError(f"kind: expected glide or assistant, got {kind!r}")
+    c = decoder_of(target)
+    count = num_layers or (1 if kind == "glide" else 4)
+    every = range(c.num_layers)
+    whole = [i for i in every if c.window(i) is None] or list(every)
+    local = [i for i in every if c.window(i) is not None] or whole
+    given: dict[str, Any] = {
+        "width": c.width,
+        "vocab_size": c.vocab_size,
+        "target_heads": c.num_heads,
+        "target_head_dim": c.head_dim,
+        "query_norm": c.qk_norm,
+        "norm_eps": c.norm_eps,
+    }
+    if c.relative is not None:
+        given |= {"relative_buckets": c.relative.buckets, "relative_distance": c.relative.distance}
+    if kind == "assistant":
+        inner = more.get("inner", max(c.width // 2, 1))
+        own = {"layers": (local[-1],) * (count - 1) + (whole[-1],), "inner": inner, "mlp_width": 4 * inner}
+        return AssistantConfig(**(given | own | more))
+    heads = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
+    own = {"layers": (c.num_layers - 1,) * count, "mlp_width": c.mlp_width}
+    return GlideConfig(**(given | own | heads | more))

@@ -26,6 +26,7 @@ from training.config import Batching, Count, Strict, Training
 from training.data import Batch, Example, Limits, Mixture, widths
 from training.draft_loss import DraftLoss
 from training.features import Precision, Shown
+from training.lock import alone
 from training.loop import fit
 from training.teaching import Teaching, simulate
 
@@ -167,6 +168,7 @@ class Beginning(NamedTuple):
     coverage: float  # of the draft vocabulary
 
 
+@alone
 def run(
     config: Drafter,
     corpus: recipe.Corpus,

@@ -162,7 +162,9 @@ def a_lookahead(**more) -> Callable[[Tiny], Network]:
         sizes = {"width": t.lm.config.width, "vocab_size": t.lm.config.vocab_size}
         if more.get("head", "target") != "target":
             sizes["draft_vocab"] = sizes["vocab_size"] * 3 // 4
-        return drafters.lookahead_network(drafters.LookaheadConfig(**(sizes | more)))
+        return drafters.lookahead_network(
+            drafters.LookaheadConfig(**({"num_tokens": NUM_TOKENS} | sizes | more))
+        )
 
     return network
 

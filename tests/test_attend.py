@@ -1,5 +1,6 @@
 """Networks that look at the target's cache, and look-ahead tokens: what the shared tests do not show."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,9 +12,10 @@ from test_draft_laws import check
 from zoo import Tiny, target
 
 import jspec
-from jspec import drafters, engine, sampling, testing, verify
+from jspec import drafters, engine, sampling, verify
 from jspec.drafters import kinds, stored
 from jspec.drafters.attend import expand
+from jspec.models.decoder import language_model
 from jspec.models.rotary import Rotary
 from jspec.testing import tiny_decoder
 from training import drafter as recipe_drafter
@@ -133,7 +135,7 @@ def test_another_target_is_refused():
         (glide, {"num_layers": 1}, "expected more than 1 layers, which the network looks at, got 1"),
         (ahead, {"vocab_size": V + 1}, "expected vocab_size = 11 as the network has, got 12"),
     ):
-        lm, _ = testing.tiny_decoder(**{"vocab_size": V, **size})
+        lm = language_model(dataclasses.replace(target(V).lm.config, **size))
         with pytest.raises(ValueError, match=f"target: {message}"):
             drafter.method.init(drafter.params, target(V).prompt([[1]]), 8, lm)
 

@@ -52,7 +52,7 @@ class LookaheadConfig:
 
     width: int  # E, the target's
     vocab_size: int  # V, the target's
-    num_tokens: int = 3  # K, the most that are drafted
+    num_tokens: int = 4  # K, the most that are drafted
     num_prompts: int = 0  # rows of a group in front of the look-ahead tokens, at their node's position
     head: HeadKind = "target"
     draft_vocab: int | None = None  # columns of the head; None: all V

@@ -267,6 +267,8 @@ def data_sheet(data: Data, parts: dict[str, Part]) -> Sheet:
     """Which texts these are, and what became of others."""
 
     def place(part: readers.DataConfig) -> str:
+        if isinstance(part, readers.Several):
+            return "; ".join(map(place, part.parts))
         if isinstance(part, readers.Hub):
             return " ".join(filter(None, (part.id, part.config, part.split)))
         return f"{part.source}, {part.target}" if isinstance(part, readers.Parallel) else part.file

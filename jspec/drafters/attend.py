@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.drafters import nets
 from jspec.drafters.attend_config import AssistantConfig, AttendConfig, GlideConfig, attend_config
-from jspec.drafters.attend_nets import Assistant, Glide, Reader
+from jspec.drafters.attend_nets import Assistant, Glide
 from jspec.drafters.autoregressive import Continue, draft_chain
 from jspec.drafters.common import root, take, top_k
 from jspec.drafters.nets import Network, Text, Weights
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 
-def _kind(config: object) -> type[Reader]:
+def _kind(config: object) -> Callable[[Any, nnx.Rngs], Glide | Assistant]:
     if isinstance(config, GlideConfig):
         return Glide
     if isinstance(config, AssistantConfig):
@@ -174,7 +175,7 @@ def _method(config: AttendConfig, num_tokens: int, sample: bool, expansion: Expa
         return module_of(params.weights.net).start(prompt.lengths.shape[0], capacity)
 
     def propose(params: AttendParams, state: PyTree, context: Context, keys: Keys) -> tuple[Draft, PyTree]:
-        module: Reader = module_of(params.weights.net)
+        module: Glide | Assistant = module_of(params.weights.net)
 
         def step(carry: PyTree, token: Array, t: Array, active: Array | None = None) -> tuple[PyTree, Array]:
             carry, hidden = module.step(state, carry, context, token, t)

@@ -191,8 +191,9 @@ def attend_config(
         given |= {"relative_buckets": c.relative.buckets, "relative_distance": c.relative.distance}
     if kind == "assistant":
         inner = more.get("inner", max(c.width // 2, 1))
-        own = {"layers": (local[-1],) * (count - 1) + (whole[-1],), "inner": inner, "mlp_width": 4 * inner}
+        layers = (local[-1],) * (count - 1) + (whole[-1],)
+        own: dict[str, Any] = {"layers": layers, "inner": inner, "mlp_width": 4 * inner}
         return AssistantConfig(**(given | own | more))
-    heads = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
+    heads: dict[str, Any] = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
     own = {"layers": (c.num_layers - 1,) * count, "mlp_width": c.mlp_width}
     return GlideConfig(**(given | own | heads | more))

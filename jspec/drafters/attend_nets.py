@@ -10,6 +10,7 @@ sees these slots and no others. Training shows the same::
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -86,8 +87,8 @@ class Look(nnx.Module):
         biases = (None, None)
         if self.distances is not None and self.relative is not None:
             slots = jnp.arange(capacity, dtype=jnp.int32)[None]
-            table, places = self.relative[...], (slots, memory.rows.positions)
-            biases = tuple(self.distances.bias(table, positions, at) for at in places)
+            bias = functools.partial(self.distances.bias, self.relative[...], positions)
+            biases = bias(slots), bias(memory.rows.positions)
         found = attend(q, cached, rows, in_cache, in_rows, self.size**-0.5, None, biases)
         some = in_cache.any(-1) | in_rows.any(-1)
         return self.out(jnp.where(some[..., None], found.astype(x.dtype), 0))

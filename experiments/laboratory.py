@@ -53,17 +53,22 @@ class Timed(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a line is about: a drafter at a draft length, with an acceptance rule. Names differ."""
+    """What a line is about: a drafter at a draft length, with an acceptance rule. Names differ.
+
+    ``sample``: drafts are drawn; else they are the likeliest tokens.
+    """
 
     name: str
     subject: Subject
     gamma: int
     rule: Verifier
+    sample: bool = True
 
     @property
     def setting(self) -> Setting:
         """For the bench. Drafts always have that length, so one block width is enough."""
-        return Setting(self.name, self.subject.drafter(self.gamma), self.rule, (self.gamma + 1,))
+        drafter = self.subject.drafter(self.gamma, sample=self.sample)
+        return Setting(self.name, drafter, self.rule, (self.gamma + 1,))
 
 
 class Laboratory:
@@ -208,9 +213,14 @@ class Laboratory:
             source=self.source,
         )
 
-    def entry(self, subject: Subject, gamma: int, name: str = "") -> Entry:
-        """A drafter at a draft length, with the study's rule."""
-        return Entry(name or subject.name, subject, gamma, verify.named(self.settings.verify))
+    def entry(self, subject: Subject, gamma: int, temperature: float, name: str = "") -> Entry:
+        """A drafter at a draft length, with the study's rule. At temperature 0 a model drafts its likeliest
+        tokens, which `verify.target_only` compares with the target's: what any lossless rule makes of drawn
+        ones there, without laws and coins."""
+        rule = verify.named(self.settings.verify)
+        if temperature == 0 and rule.lossless and subject.model is not None:
+            return Entry(name or subject.name, subject, gamma, verify.target_only(), sample=False)
+        return Entry(name or subject.name, subject, gamma, rule)
 
     def costs(self, batch_size: int) -> Costs:
         """The cost curve, and c of every drafter and temperature."""
@@ -229,7 +239,7 @@ class Laboratory:
                 for subject in self.subjects:
                     found[subject.name] = {}
                     for temperature in temperatures:
-                        setting = self.entry(subject, probe).setting
+                        setting = self.entry(subject, probe, temperature).setting
                         drafting = bench.draft_seconds(setting, temperature, rounds=0)
                         seconds = drafting.after_nothing / probe
                         found[subject.name][temperature] = seconds / curve.cost.seconds[0]
@@ -243,6 +253,7 @@ class Laboratory:
             "sentences": settings.sentences,
             "temperatures": temperatures,
             "drafters": [[subject.name, self.fingerprints[subject.name]] for subject in self.subjects],
+            "sample": [[self.entry(s, probe, t).sample for t in temperatures] for s in self.subjects],
         }
         return self.kept(f"costs, batch {batch_size}", Costs, inputs, run)
 

@@ -92,7 +92,10 @@ def table(
         return lab.best_gamma(costs, alpha, subject, temperature), alpha
 
     choices = [choice(subject) for subject in lab.subjects]
-    entries = [lab.entry(subject, gamma) for subject, (gamma, _) in zip(lab.subjects, choices, strict=True)]
+    entries = [
+        lab.entry(subject, gamma, temperature)
+        for subject, (gamma, _) in zip(lab.subjects, choices, strict=True)
+    ]
     timed = lab.speed(stage, entries, temperature, batch_size=batch_size)
     rows = []
     for entry, (gamma, choice_alpha) in zip(entries, choices, strict=True):
@@ -160,7 +163,7 @@ def lenience(
 def sweep(lab: Laboratory, wanted: Sweep, temperature: float) -> tuple[list[SweepPoint], Curve]:
     """One drafter at several draft lengths, one sentence at a time, and the cost curve."""
     subject = lab.all[wanted.drafter]
-    entries = [lab.entry(subject, gamma, f"gamma {gamma}") for gamma in wanted.gammas]
+    entries = [lab.entry(subject, gamma, temperature, f"gamma {gamma}") for gamma in wanted.gammas]
     timed = lab.speed(
         f"sweep, T={temperature:g}", entries, temperature, batch_size=1, sentences=wanted.sentences
     )

@@ -54,11 +54,11 @@ class Subject:
     laws: Laws
     model: Model | None
 
-    def drafter(self, gamma: int) -> Drafter:
-        """Drafting ``gamma`` tokens, sampled."""
+    def drafter(self, gamma: int, *, sample: bool = True) -> Drafter:
+        """Drafting ``gamma`` tokens, sampled; without ``sample``, a model's likeliest."""
         if self.model is None:
             return drafters.ngram(self.laws.params, gamma)
-        return drafters.model(self.model, gamma)
+        return drafters.model(self.model, gamma, sample=sample)
 
     @property
     def fingerprint(self) -> str:

@@ -41,6 +41,8 @@ LEGEND = f"""\
 * alpha: mean of sum min(p, q) over the target's own answers to the test set at that temperature. c: time of a
   drafter step over t(1), the target's forward over one token; both measured in loops on the device, just
   before the decoding.
+* At temperature 0 models draft their likeliest tokens, which are compared with the target's: the verdict of
+  every lossless rule there.
 * gamma: given, or the draft length that alpha on the target's answers to *validation* sources, c and t(n)
   make the fastest.
 * Thm 3.8: (1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)), where a forward over gamma + 1 tokens costs

@@ -288,7 +288,7 @@ def test_lines_belong_to_their_drafters_in_any_order(found, config, trained, tmp
     assert missing(short, turned, tmp_path) == ["costs, batch 1", "speed, batch 1, T=0"]
     # Kept lines are found by their names: here those of the first order, asked for in the second.
     lab = Laboratory(short, turned, RECORDS, tmp_path, Pretended(tmp_path), rich.console.Console(quiet=True))
-    entries = [lab.entry(subject, 3) for subject in turned.subjects.values()]
+    entries = [lab.entry(subject, 3, 0.0) for subject in turned.subjects.values()]
     timed = lab.speed("speed, batch 1, T=0", entries, 0.0, batch_size=1)
     assert [line.name for line in timed.lines] == ["plain", "table", "other"]
     assert [timed.line(entry).name for entry in entries] == ["other", "table"]
@@ -423,3 +423,10 @@ def test_a_drafter_of_the_table_drafts(trained):
         drafters.model(trained.subjects["table"].model, 4).method
         == trained.subjects["table"].drafter(4).method
     )
+
+
+def test_greedy_decoding_takes_greedy_drafts(found, config, trained, folder):
+    lab = Laboratory(config, trained, RECORDS, folder, Pretended(folder), QUIET)
+    cold, warm = (lab.entry(trained.subjects["table"], 3, temperature) for temperature in (0.0, 1.0))
+    assert (cold.setting.drafter.method.draws, cold.rule.name) == ("chosen", "target_only")
+    assert (warm.setting.drafter.method.draws, warm.rule.name) == ("iid", "token")

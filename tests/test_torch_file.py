@@ -5,6 +5,8 @@ import sys
 import types
 import zipfile
 from collections import OrderedDict
+from types import FunctionType
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -56,6 +58,11 @@ class Storage:
 
 
 class Pickler(pickle._Pickler):
+    # Another package (dill) adds to the table of the class it stands on: here are Python's own entries alone.
+    dispatch: ClassVar = {
+        kind: save for kind, save in pickle._Pickler.dispatch.items() if save.__module__ == "pickle"
+    } | {FunctionType: pickle._Pickler.save_global}
+
     def persistent_id(self, obj):
         return obj.id if isinstance(obj, Storage) else None
 

@@ -11,6 +11,7 @@ from jspec.models.rotary import rotary
 
 ENDLESS = 1 << 20  # rotary positions have no end
 NUMBERS = (
+    "inner",
     "width",
     "vocab_size",
     "target_heads",
@@ -19,7 +20,6 @@ NUMBERS = (
     "draft_vocab",
     "num_heads",
     "num_kv_heads",
-    "inner",
 )
 
 

@@ -61,7 +61,11 @@ class Pickler(pickle._Pickler):
     # Another package (dill) adds to the table of the class it stands on: here are Python's own entries alone.
     dispatch: ClassVar = {
         kind: save for kind, save in pickle._Pickler.dispatch.items() if save.__module__ == "pickle"
-    } | {FunctionType: pickle._Pickler.save_global}
+    } | {
+        dict: pickle._Pickler.save_dict,
+        type: pickle._Pickler.save_type,
+        FunctionType: pickle._Pickler.save_global,
+    }
 
     def persistent_id(self, obj):
         return obj.id if isinstance(obj, Storage) else None

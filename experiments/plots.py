@@ -135,6 +135,6 @@ def losses(path: Path, alphas: dict[str, tuple[report.Speed, report.Speed]]) -> 
             values[:, 0], place, xerr=spread, fmt="o", color=colour, capsize=3, label=f"T={temperature}"
         )
     axis.set_yticks(rows, order)
-    axis.set_xlabel("alpha on the target's text (median and range of the seeds)")
+    axis.set_xlabel("alpha (median, range)")
     axis.legend(fontsize=8, frameon=False)
     save(path)

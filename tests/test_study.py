@@ -32,7 +32,12 @@ def test_the_project_s_own_studies(name, smoke):
 
 #: Those with results (docs/results) of the settings that they have now.
 RUN = {"demo_smollm2", "specbench12", "specbench40"}
-RUN |= {"t5_en_de_cpu", "finetune_en_de", "distill_en_de"}  # the latter two are parts of the first
+RUN |= {
+    "t5_en_de_cpu",
+    "t5_losses_cpu",
+    "finetune_en_de",
+    "distill_en_de",
+}  # the latter two are parts of the first
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

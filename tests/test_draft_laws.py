@@ -99,7 +99,7 @@ def check(name: str, model) -> None:
             if shown["valid"][row, slot, k + 1]:
                 np.testing.assert_allclose(shown["laws"][row, slot, k], laws[i, k], atol=2e-5)
                 drafted += 1
-    assert drafted >= 2 * len(rounds)
+    assert drafted >= 1.5 * len(rounds)  # nothing where a budget ends, or before look-ahead tokens ran
 
 
 @pytest.mark.parametrize("name", names(QUICK))

@@ -107,7 +107,7 @@ def test_wrong_arguments():
     for make, message in (
         (lambda: attend(ahead, vectors), "config: expected a GlideConfig or an AssistantConfig"),
         (lambda: attend(network, weights, 0), "num_tokens: expected a number >= 1, got 0"),
-        (lambda: attend(rows, weights), r"weights\.head: expected \(32, 8\) with head='rows', got None"),
+        (lambda: attend(rows, weights), r"weights\.head: expected \(32, 8\) with head='rows'"),
         (lambda: expanded(bins=(11,)), r"expansion\.bins: expected numbers in 0 \.\. 10"),
         (lambda: expanded(num_nodes=14), r"expansion\.num_nodes: expected 5 to 13 with 3 tokens"),
         (lambda: expanded(drafters.confidence(0.5)), "proceed: expected None with an expansion"),

@@ -221,7 +221,7 @@ def test_refusals():
         ("head: expected 'target', 'rows' or 'own'", lambda: drafters.block_config(config, head="tied")),
         ("draft_vocab: expected None with", lambda: drafters.block_config(config, draft_vocab=5)),
         (
-            "draft_vocab: expected 1 to 11, got 12",
+            r"draft_vocab: expected 1 to 11 \(vocab_size\), got 12",
             lambda: drafters.block_config(config, head="own", draft_vocab=12),
         ),
         ("num_tokens: expected a number >= 1, got 0", lambda: drafters.block(network, net, 0)),

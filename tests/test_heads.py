@@ -158,9 +158,12 @@ def config(**fields) -> drafters.HeadsConfig:
         ({"kind": "blockwise", "layers": 2}, "layers: expected 1 for blockwise heads, got 2"),
         ({"mlp_width": 8}, "mlp_width: expected a number >= 1 for blockwise heads, None for others, got 8"),
         ({"head": "mine"}, "head: expected 'target', 'rows' or 'own', got 'mine'"),
-        ({"head": "rows"}, "draft_vocab: expected a number for head = 'rows'"),
-        ({"draft_vocab": 5}, "draft_vocab: .*None for head = 'target', got 5"),
-        ({"head": "own", "draft_vocab": V + 1}, f"draft_vocab: expected 1 to {V} tokens, got {V + 1}"),
+        ({"head": "rows"}, "draft_vocab: expected a number with head='rows'"),
+        ({"draft_vocab": 5}, "draft_vocab: expected None with head='target', got 5"),
+        (
+            {"head": "own", "draft_vocab": V + 1},
+            rf"draft_vocab: expected 1 to {V} \(vocab_size\), got {V + 1}",
+        ),
     ],
 )
 def test_bad_configs_are_refused(fields, message):
@@ -180,10 +183,10 @@ DEEP = trees.template(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
         ("target", {}, {"template": DEEP}, "template: expected a depth of 1 to 3, got 4"),
         ("target", {}, {"template": LATE}, "template: expected nodes in order of depth"),
         ("rows", {}, {"template": trees.template(tuple((r,) for r in range(9)))}, "template: expected ranks"),
-        ("target", {"head": jnp.ones((32, V))}, {}, "weights.head: expected shape None with head = 'target'"),
-        ("rows", {"head": None}, {}, r"weights.head: expected shape \(32, 8\) with head = 'rows', got None"),
-        ("rows", {"ids": jnp.arange(4)}, {}, r"weights.ids: expected shape \(8,\)"),
-        ("own", {"net": {}}, {}, r'weights.net\["head"\]: expected shape \(3, 32, 11\)'),
+        ("target", {"head": jnp.ones((32, V))}, {}, "weights.head: expected None with head='target'"),
+        ("rows", {"head": None}, {}, r"weights.head: expected \(32, 8\) with head='rows'"),
+        ("rows", {"ids": jnp.arange(4)}, {}, r"weights.ids: expected \(8,\)"),
+        ("own", {"net": {}}, {}, r'weights.net\["head"\]: expected \(3, 32, 11\)'),
     ],
 )
 def test_bad_arguments_are_refused(head, changes, options, message):
@@ -196,7 +199,7 @@ def test_a_target_of_another_width_is_refused():
     network = drafters.heads_network(config())
     drafter = drafters.heads(network, Weights(network.init(jax.random.key(0))))
     model = target(V)
-    with pytest.raises(ValueError, match="width: expected heads for the target's 32, got 8"):
+    with pytest.raises(ValueError, match="target: expected width = 8 as the network has, got 32"):
         drafter.method.init(drafter.params, model.prompt([[1]]), 8, model.lm)
 
 

@@ -307,7 +307,7 @@ def test_bad_configs_are_refused():
     refused("head: expected 'target', 'rows' or 'own', got 'mine'", eagle, head="mine")
     refused("draft_vocab: expected a number with head='rows', got None", eagle, head="rows")
     refused("draft_vocab: expected None with head='target', got 5", eagle, draft_vocab=5)
-    refused("draft_vocab: expected at most vocab_size = 11, got 12", eagle, head="own", draft_vocab=12)
+    refused(r"draft_vocab: expected 1 to 11 \(vocab_size\), got 12", eagle, head="own", draft_vocab=12)
     refused("head_dim: expected an even number", eagle, head_dim=3)
     refused("num_kv_heads: expected a divisor of num_heads = 2, got 3", eagle, num_kv_heads=3)
     refused(r"taps: expected increasing layers of the target, got \(2, 1\)", eagle3, taps=(2, 1))
@@ -348,10 +348,10 @@ def test_bad_arguments_are_refused():
         (TreeSettings(2, 3, 12), "tree.num_nodes: expected 2 to 11 with top_k = 2 and depth = 3, got 12"),
     ):
         refused(match, drafters.eagle, network, weights, tree=tree)
-    refused(r"weights.head: expected \(32, 8\) with head='rows', got None", drafters.eagle, rows, weights)
-    refused("weights.head: expected None with head='target', got", drafters.eagle, network, reduced)
+    refused(r"weights.head: expected \(32, 8\) with head='rows'", drafters.eagle, rows, weights)
+    refused("weights.head: expected None with head='target'", drafters.eagle, network, reduced)
     without = Weights(reduced.net, reduced.head)
-    refused(r"weights.ids: expected \(8,\) with draft_vocab=8, got None", drafters.eagle, rows, without)
+    refused(r"weights.ids: expected \(8,\) .* got None", drafters.eagle, rows, without)
     other, drafter = target(4), drafters.eagle(network, weights)
     refused(
         "target: expected vocab_size = 11 as the network has, got 4",

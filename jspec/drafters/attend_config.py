@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any, Literal
 
-from jspec.drafters.nets import HeadKind
+from jspec.drafters.nets import NetConfig, rope
+from jspec.models import ENDLESS
 from jspec.models.decoder import DecoderConfig
-from jspec.models.rotary import rotary
-
-ENDLESS = 1 << 20  # rotary positions have no end
-NUMBERS = (
-    "inner",
-    "width",
-    "vocab_size",
-    "target_heads",
-    "target_head_dim",
-    "mlp_width",
-    "draft_vocab",
-    "num_heads",
-    "num_kv_heads",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttendConfig:
-    """What both nets are told, hashable; never a dtype, which is that of the weights. `attend_config` fills
-    it in for a target."""
+class AttendConfig(NetConfig, abc.ABC):
+    """What both nets are told besides. `attend_config` fills it in for a target."""
 
-    width: int  # E, the target's
-    vocab_size: int  # V, the target's
     layers: tuple[int, ...]  # of the target: whose keys and values each layer of the net looks at
     target_heads: int  # H of the target, and of the queries
     target_head_dim: int
@@ -38,37 +23,19 @@ class AttendConfig:
     relative_buckets: int = 0  # of a bias by distance, for keys that hold no positions (T5); 0: none
     relative_distance: int = 128
     norm_eps: float = 1e-6
-    head: HeadKind = "target"
-    draft_vocab: int | None = None  # columns of the head; None: all V
 
     def __post_init__(self) -> None:
-        for name in NUMBERS:
-            value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected a number >= 1, got {value}")
+        super().__post_init__()
+        self.at_least_one(("target_heads", "target_head_dim", "mlp_width"))
         if not self.layers or min(self.layers) < 0:
             raise ValueError(f"layers: expected layers of the target, from 0 on, got {self.layers}")
         if self.relative_buckets < 0:
             raise ValueError(f"relative_buckets: expected a number >= 0, got {self.relative_buckets}")
-        if self.head not in ("target", "rows", "own"):
-            raise ValueError(f"head: expected 'target', 'rows' or 'own', got {self.head!r}")
-        if (self.head == "target") != (self.draft_vocab is None) and self.head != "own":
-            expected = "None with head='target'" if self.head == "target" else "a number with head='rows'"
-            raise ValueError(f"draft_vocab: expected {expected}, got {self.draft_vocab}")
-        if self.columns > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab: expected at most vocab_size = {self.vocab_size}, got {self.draft_vocab}"
-            )
 
     @property
-    def columns(self) -> int:
-        """Tokens the head knows."""
-        return self.vocab_size if self.draft_vocab is None else self.draft_vocab
-
-    @property
+    @abc.abstractmethod
     def decoder(self) -> DecoderConfig:
         """Sizes of the net's layers, as their parts take them."""
-        raise NotImplementedError
 
     def check_target(self, config: Any) -> None:
         """Refuse a target that the net was not made for.
@@ -76,11 +43,10 @@ class AttendConfig:
         Raises:
           ValueError: another width, vocabulary or shape of keys, or too few layers; with both numbers.
         """
-        names = {"target_heads": "num_heads", "target_head_dim": "head_dim"}
-        for mine in ("width", "vocab_size", *names):
-            expected, got = getattr(self, mine), getattr(config, names.get(mine, mine), None)
+        super().check_target(config)
+        for mine, name in (("target_heads", "num_heads"), ("target_head_dim", "head_dim")):
+            expected, got = getattr(self, mine), getattr(config, name, None)
             if got != expected:
-                name = names.get(mine, mine)
                 raise ValueError(f"target: expected {name} = {expected} as the network has, got {got}")
         if max(self.layers) >= config.num_layers:
             raise ValueError(
@@ -101,6 +67,7 @@ class GlideConfig(AttendConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.at_least_one(("num_heads", "num_kv_heads"))
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number (rotary positions), got {self.head_dim}")
         if self.num_heads % self.num_kv_heads:
@@ -111,9 +78,8 @@ class GlideConfig(AttendConfig):
     @property
     def decoder(self) -> DecoderConfig:
         """See `AttendConfig.decoder`."""
-        positions, _ = rotary({"rope_theta": self.rope_theta}, self.head_dim, ENDLESS)
         sizes = (self.width, self.num_heads, self.num_kv_heads, self.head_dim)
-        return _sizes(self, *sizes, rotary=positions)
+        return _sizes(self, *sizes, rotary=rope(self.rope_theta, self.head_dim))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +93,15 @@ class AssistantConfig(AttendConfig):
     """
 
     inner: int  # width of the layers
+
+    def __post_init__(self) -> None:
+        self.at_least_one(("inner",))
+        super().__post_init__()
+
+    @property
+    def own_head(self) -> tuple[int, ...]:
+        """See `NetConfig.own_head`."""
+        return self.inner, self.columns
 
     @property
     def decoder(self) -> DecoderConfig:

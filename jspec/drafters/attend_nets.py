@@ -126,11 +126,8 @@ class Reader(nnx.Module):
         self.config, shape = config, config.decoder
         self.layers = nnx.List([Layer(config, rngs, own=own) for _ in config.layers])
         self.norm = Norm(shape.width, shape)
-        kernel = (shape.width, config.columns)
-        normal = jax.random.normal
-        self.head = (
-            nnx.Param(normal(rngs.params(), kernel) * shape.width**-0.5) if config.head == "own" else None
-        )
+        kernel = jax.random.normal(rngs.params(), config.own_head) * shape.width**-0.5
+        self.head = nnx.Param(kernel) if config.head == "own" else None
 
     @property
     def dtype(self) -> DTypeLike:

@@ -214,9 +214,7 @@ def _checked(network: Network, weights: Weights, **numbers: int) -> BlockConfig:
     config = network.config
     if not isinstance(config, BlockConfig):
         raise ValueError(f"network: expected one of block_network, got one of {type(config).__name__}")
-    if (config.head == "rows") != (weights.head is not None):
-        needed = "rows of the target's head" if config.head == "rows" else "None"
-        raise ValueError(f"weights.head: expected {needed} for head = {config.head!r}")
+    nets.check_weights(config, weights)
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name}: expected a number >= 1, got {value}")

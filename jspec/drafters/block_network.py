@@ -14,30 +14,25 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jspec.drafters import nets
 from jspec.drafters.common import take
-from jspec.drafters.nets import HeadKind, Network, Text, Weights
+from jspec.drafters.nets import NetConfig, Network, Text, Weights, rope
+from jspec.models import ENDLESS
 from jspec.models import cache as kv
 from jspec.models.attention import attend, see_cache, see_rows
 from jspec.models.decoder import DecoderConfig
 from jspec.models.layers import Layer, Linear, Norm
-from jspec.models.rotary import Rotary, rotate
+from jspec.models.rotary import rotate
 from jspec.types import LanguageModel, PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """The architecture, hashable; never a dtype, which is that of the weights.
+class BlockConfig(NetConfig):
+    """The architecture. The defaults are DFlash's; `block_config` fills it in for a target."""
 
-    The defaults are DFlash's. `block_config` fills it in for a target.
-    """
-
-    width: int  # E, the target's
-    vocab_size: int  # V, the target's
     taps: tuple[int, ...]  # layers of the target that are read; none: what its head reads
     num_layers: int
     num_heads: int
@@ -52,21 +47,10 @@ class BlockConfig:
     anchor_predicts: bool = False  # the root's row says the first token; else each mask says its own
     markov_rank: int = 0  # of a bias by the token before; 0: none
     confidence: bool = False  # a head that foresees acceptance
-    head: HeadKind = "target"
-    draft_vocab: int | None = None  # columns of the head; None: all V
 
     def __post_init__(self) -> None:
-        for name in (
-            "width",
-            "vocab_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "mlp_width",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected a number >= 1, got {getattr(self, name)}")
+        super().__post_init__()
+        self.at_least_one(("num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width"))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_heads}"
@@ -79,24 +63,10 @@ class BlockConfig:
             raise ValueError(f"window: expected a number >= 1 or None, got {self.window}")
         if self.markov_rank < 0:
             raise ValueError(f"markov_rank: expected a number >= 0, got {self.markov_rank}")
-        if self.head not in ("target", "rows", "own"):
-            raise ValueError(f"head: expected 'target', 'rows' or 'own', got {self.head!r}")
-        if self.head == "target" and self.draft_vocab is not None:
-            raise ValueError(
-                f"draft_vocab: expected None with the target's whole head, got {self.draft_vocab}"
-            )
-        if self.draft_vocab is not None and not 0 < self.draft_vocab <= self.vocab_size:
-            raise ValueError(f"draft_vocab: expected 1 to {self.vocab_size}, got {self.draft_vocab}")
-
-    @property
-    def columns(self) -> int:
-        """Vd."""
-        return self.vocab_size if self.draft_vocab is None else self.draft_vocab
 
     @property
     def layer(self) -> DecoderConfig:
         """What a layer is made from."""
-        powers = np.arange(0, self.head_dim, 2) / self.head_dim
         return DecoderConfig(
             vocab_size=self.vocab_size,
             width=self.width,
@@ -105,8 +75,8 @@ class BlockConfig:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            context_length=2**30,
-            rotary=Rotary(tuple(float(self.rope_theta**-power) for power in powers)),
+            context_length=ENDLESS,
+            rotary=rope(self.rope_theta, self.head_dim),
             qk_norm=self.qk_norm,
             norm_eps=self.norm_eps,
         )

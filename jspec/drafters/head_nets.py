@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.drafters import nets
 from jspec.drafters.common import take
-from jspec.drafters.nets import HeadKind, Network, Text, Weights
+from jspec.drafters.nets import NetConfig, Network, Text, Weights
 from jspec.models.layers import Linear
 from jspec.types import LanguageModel, PyTree
 
@@ -22,7 +22,7 @@ KINDS = ("medusa", "hydra", "blockwise")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadsConfig:
+class HeadsConfig(NetConfig):
     """K heads, h the hidden state they read, E(x) the target's embedding of a token.
 
     * ``medusa`` (Cai et al., arXiv 2401.10774, section 2.1): every head is ``layers`` residual blocks ``x +
@@ -36,19 +36,15 @@ class HeadsConfig:
     """
 
     kind: Literal["medusa", "hydra", "blockwise"]
-    width: int  # E, the target's
-    vocab_size: int  # V, the target's
     num_heads: int = 4  # K
     layers: int = 1  # blocks a head; of medusa and hydra
     mlp_width: int | None = None  # of blockwise: units of the hidden layer for each head; None: 4 E
-    head: HeadKind = "target"  # "own": one [E, Vd] kernel a head, as Medusa's are
-    draft_vocab: int | None = None  # Vd, columns of the head; None: V
     head_bias: bool = False  # of "own" heads: Hydra's have one
 
     def __post_init__(self) -> None:
         check(self.kind in KINDS, "kind", f"one of {', '.join(KINDS)}", self.kind)
-        for name in ("width", "vocab_size", "num_heads", "layers"):
-            check(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
+        super().__post_init__()
+        self.at_least_one(("num_heads", "layers"))
         blockwise = self.kind == "blockwise"
         check(self.layers == 1 or not blockwise, "layers", "1 for blockwise heads", self.layers)
         check(
@@ -57,28 +53,14 @@ class HeadsConfig:
             "a number >= 1 for blockwise heads, None for others",
             self.mlp_width,
         )
-        check(self.head in ("target", "rows", "own"), "head", "'target', 'rows' or 'own'", self.head)
         check(
             not self.head_bias or self.head == "own", "head_bias", "false unless head = 'own'", self.head_bias
         )
-        columns = self.draft_vocab
-        check(
-            columns is None if self.head == "target" else columns is not None or self.head == "own",
-            "draft_vocab",
-            "a number for head = 'rows', None for head = 'target'",
-            columns,
-        )
-        check(
-            columns is None or 1 <= columns <= self.vocab_size,
-            "draft_vocab",
-            f"1 to {self.vocab_size} tokens",
-            columns,
-        )
 
     @property
-    def columns(self) -> int:
-        """Vd."""
-        return self.vocab_size if self.draft_vocab is None else self.draft_vocab
+    def own_head(self) -> tuple[int, ...]:
+        """One kernel a head, as Medusa's are."""
+        return self.num_heads, self.width, self.columns
 
 
 def check(good: bool, name: str, expected: str, value: object) -> None:
@@ -131,7 +113,7 @@ class Heads(nnx.Module):
         self.heads = (
             None if blockwise else nnx.List([Head(c, (k + 1) * reads, rngs) for k in range(c.num_heads)])
         )
-        shape = (c.num_heads, c.width, c.columns)
+        shape = c.own_head
         self.head = (
             nnx.Param(jax.random.normal(rngs.params(), shape) * c.width**-0.5) if c.head == "own" else None
         )

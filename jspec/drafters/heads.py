@@ -113,9 +113,7 @@ def _heads(config: HeadsConfig, num_tokens: int, template: trees.Template | None
     def init(
         params: HeadsParams, prompt: Prompt, capacity: int, target: LanguageModel
     ) -> Float[Array, "B E"]:
-        for name in ("width", "vocab_size"):
-            mine, wanted = getattr(config, name), getattr(target.config, name)
-            check(mine == wanted, name, f"heads for the target's {wanted}", mine)
+        config.check_target(target.config)
         return jnp.zeros((prompt.lengths.shape[0], config.width), dtype_of(params.weights))
 
     def propose(
@@ -147,19 +145,6 @@ def _heads(config: HeadsConfig, num_tokens: int, template: trees.Template | None
         return Method(init, propose, update, width=template.width, depth=template.depth)
     draws = "iid" if sample else "chosen"
     return Method(init, propose, update, width=num_tokens + 1, depth=num_tokens, draws=draws)
-
-
-def _check_weights(config: HeadsConfig, weights: Weights) -> None:
-    shape = None if weights.head is None else weights.head.shape
-    wanted = (config.width, config.columns) if config.head == "rows" else None
-    check(shape == wanted, "weights.head", f"shape {wanted} with head = {config.head!r}", shape)
-    own = weights.net.get("head")
-    shape = None if own is None else own.shape
-    wanted = (config.num_heads, config.width, config.columns) if config.head == "own" else None
-    check(shape == wanted, 'weights.net["head"]', f"shape {wanted} with head = {config.head!r}", shape)
-    shape = None if weights.ids is None else weights.ids.shape
-    wanted = None if config.draft_vocab is None else (config.draft_vocab,)
-    check(shape == wanted, "weights.ids", f"shape {wanted} with draft_vocab = {config.draft_vocab}", shape)
 
 
 def heads(
@@ -198,7 +183,7 @@ def heads(
     """
     config = network.config
     check(isinstance(config, HeadsConfig), "network", "one of `heads_network`", type(config).__name__)
-    _check_weights(config, weights)
+    nets.check_weights(config, weights)
     if template is None:
         most = config.num_heads if num_tokens is None else num_tokens
         check(1 <= most <= config.num_heads, "num_tokens", f"1 to {config.num_heads}", most)

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float
 
 from jspec.drafters import nets
 from jspec.drafters.autoregressive import Continue, draft_chain
-from jspec.drafters.nets import HeadKind, Network, Text, Weights
+from jspec.drafters.nets import NetConfig, Network, Text, Weights
 from jspec.types import (
     Block,
     Context,
@@ -47,34 +47,17 @@ from jspec.types import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LookaheadConfig:
+class LookaheadConfig(NetConfig):
     """PaSS: ``num_tokens`` look-ahead embeddings. BiTA: also ``num_prompts`` trained vectors before them."""
 
-    width: int  # E, the target's
-    vocab_size: int  # V, the target's
     num_tokens: int = 4  # K, the most that are drafted
     num_prompts: int = 0  # rows of a group in front of the look-ahead tokens, at their node's position
-    head: HeadKind = "target"
-    draft_vocab: int | None = None  # columns of the head; None: all V
 
     def __post_init__(self) -> None:
-        for name in ("width", "vocab_size", "num_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected a number >= 1, got {getattr(self, name)}")
+        super().__post_init__()
+        self.at_least_one(("num_tokens",))
         if self.num_prompts < 0:
             raise ValueError(f"num_prompts: expected a number >= 0, got {self.num_prompts}")
-        if self.head not in ("target", "rows", "own"):
-            raise ValueError(f"head: expected 'target', 'rows' or 'own', got {self.head!r}")
-        if (self.head == "target") != (self.draft_vocab is None) and self.head != "own":
-            expected = "None with head='target'" if self.head == "target" else "a number with head='rows'"
-            raise ValueError(f"draft_vocab: expected {expected}, got {self.draft_vocab}")
-        if not 0 < self.columns <= self.vocab_size:
-            raise ValueError(f"draft_vocab: expected 1 to {self.vocab_size}, got {self.draft_vocab}")
-
-    @property
-    def columns(self) -> int:
-        """Tokens the head knows."""
-        return self.vocab_size if self.draft_vocab is None else self.draft_vocab
 
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse drafts of no token, or of more than there are embeddings for."""
@@ -103,7 +86,7 @@ def lookahead_network(config: LookaheadConfig) -> Network:
         rows = config.num_prompts + config.num_tokens
         net = {"embeddings": jax.random.normal(first, (rows, config.width)) * config.width**-0.5}
         if config.head == "own":
-            kernel = jax.random.normal(second, (config.width, config.columns))
+            kernel = jax.random.normal(second, config.own_head)
             net["head"] = kernel * config.width**-0.5
         return net
 
@@ -186,10 +169,7 @@ def _method(config: LookaheadConfig, num_tokens: int, sample: bool) -> Method:
     places = np.add.outer(np.arange(width, dtype=np.int32), offsets).reshape(-1)
 
     def init(params: LookaheadParams, prompt: Prompt, capacity: int, target: LanguageModel) -> LookaheadState:
-        for name in ("width", "vocab_size"):
-            expected, got = getattr(config, name), getattr(target.config, name, None)
-            if got != expected:
-                raise ValueError(f"target: expected {name} = {expected} as the network has, got {got}")
+        config.check_target(target.config)
         batch, dtype = prompt.lengths.shape[0], params.weights.net["embeddings"].dtype
         return LookaheadState(jnp.zeros((batch, num_tokens, config.width), dtype), jnp.zeros(batch, bool))
 

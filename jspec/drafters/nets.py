@@ -7,7 +7,8 @@ differentiates the second; a test holds it against the first, position by positi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,11 +16,69 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec import sampling
+from jspec.models import ENDLESS
+from jspec.models.rotary import Rotary, rotary
 from jspec.types import Block, Forward, LanguageModel, Prompt, PyTree, Verdict
 
 #: Where a network's logits come from: the target's head; rows of it, those of a reduced vocabulary, gathered
 #: once and frozen; or a head of its own, which is trained.
 HeadKind = Literal["target", "rows", "own"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetConfig:
+    """What every draft network is told: the sizes of its target, and its head. Hashable; never a dtype, which
+    is that of the weights.
+
+    Raises:
+      ValueError: a size below 1, an unknown head, or a reduced vocabulary that does not go with it.
+    """
+
+    width: int  # E, the target's
+    vocab_size: int  # V, the target's
+    head: HeadKind = "target"
+    draft_vocab: int | None = None  # Vd, columns of the head; None: all V
+
+    def __post_init__(self) -> None:
+        self.at_least_one(("width", "vocab_size"))
+        if self.head not in ("target", "rows", "own"):
+            raise ValueError(f"head: expected 'target', 'rows' or 'own', got {self.head!r}")
+        if self.head == "target" and self.draft_vocab is not None:
+            raise ValueError(f"draft_vocab: expected None with head='target', got {self.draft_vocab}")
+        if self.head == "rows" and self.draft_vocab is None:
+            raise ValueError("draft_vocab: expected a number with head='rows', got None")
+        if not 1 <= self.columns <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab: expected 1 to {self.vocab_size} (vocab_size), got {self.draft_vocab}"
+            )
+
+    def at_least_one(self, names: Iterable[str]) -> None:
+        """Refuse sizes below 1; one that is None is left open."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected a number >= 1, got {value}")
+
+    @property
+    def columns(self) -> int:
+        """Vd."""
+        return self.vocab_size if self.draft_vocab is None else self.draft_vocab
+
+    @property
+    def own_head(self) -> tuple[int, ...]:
+        """The shape of ``net["head"]`` with ``head="own"``."""
+        return self.width, self.columns
+
+    def check_target(self, config: Any) -> None:
+        """Refuse a target that the network was not made for, by its config.
+
+        Raises:
+          ValueError: another width or vocabulary; with both numbers.
+        """
+        for name in ("width", "vocab_size"):
+            expected, got = getattr(self, name), getattr(config, name, None)
+            if got != expected:
+                raise ValueError(f"target: expected {name} = {expected} as the network has, got {got}")
 
 
 class Weights(NamedTuple):
@@ -123,18 +182,17 @@ def logits(
     weights: Weights, target: LanguageModel, target_params: PyTree, hidden: Float[Array, "... E"]
 ) -> Float[Array, "... Vd"]:
     """Float32 logits over the head's columns."""
-    kernel = weights.head
-    if kernel is None and isinstance(weights.net, dict):
-        kernel = weights.net.get("head")
+    kernel = weights.net.get("head") if weights.head is None else weights.head
     if kernel is None:
-        return target.head(target_params, hidden)
+        # In the target's dtype: a product of two would convert the whole head at every call.
+        return target.head(target_params, hidden.astype(dtype_of(target, target_params)))
     return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def spread(weights: Weights, logits: Float[Array, "... Vd"], vocab_size: int) -> Float[Array, "... V"]:
     """Logits over the target's vocabulary, from those over the head's columns: other tokens are impossible.
 
-    >>> weights = Weights((), jnp.ones((1, 2)), jnp.array([1, 3]))
+    >>> weights = Weights({}, jnp.ones((1, 2)), jnp.array([1, 3]))
     >>> (spread(weights, jnp.array([[5.0, 6.0]]), 4) > 0).tolist()
     [[False, True, False, True]]
     """
@@ -158,21 +216,36 @@ def rows_of_head(
         raise ValueError(
             "head: expected 'target' or 'own' for a target whose head has a bias or a soft cap, got 'rows'"
         )
-    dtype = jax.tree.leaves(target_params)[0].dtype
+    dtype = dtype_of(target, target_params)
     return target.head(target_params, jnp.eye(config.width, dtype=dtype))[:, ids].astype(dtype)
 
 
-def check_weights(config: Any, weights: Weights) -> None:
-    """Refuse weights of another head than the config's (``width``, ``columns``, ``head``, ``draft_vocab``).
+def rope(theta: float, head_dim: int) -> Rotary:
+    """Rotary positions of a net's own layers; they have no end."""
+    return rotary({"rope_theta": theta}, head_dim, ENDLESS)[0]
+
+
+def dtype_of(target: LanguageModel, target_params: PyTree) -> jnp.dtype:
+    """What the target computes in: the dtype of its embeddings (norms are float32 in any model)."""
+    return jax.eval_shape(target.embed, target_params, jnp.zeros((1, 1), jnp.int32)).dtype
+
+
+def check_weights(config: NetConfig, weights: Weights) -> None:
+    """Refuse weights of another head than the config's.
 
     Raises:
       ValueError: head or ids missing, left over or of another shape.
     """
-    expected = (config.width, config.columns) if config.head == "rows" else None
-    got = None if weights.head is None else tuple(weights.head.shape)
-    if got != expected:
-        raise ValueError(f"weights.head: expected {expected} with head={config.head!r}, got {got}")
-    expected = None if config.draft_vocab is None else (config.draft_vocab,)
-    got = None if weights.ids is None else tuple(weights.ids.shape)
-    if got != expected:
-        raise ValueError(f"weights.ids: expected {expected} with draft_vocab={config.draft_vocab}, got {got}")
+    wanted = {
+        "head": (config.width, config.columns) if config.head == "rows" else None,
+        'net["head"]': config.own_head if config.head == "own" else None,
+        "ids": None if config.draft_vocab is None else (config.draft_vocab,),
+    }
+    given = {"head": weights.head, 'net["head"]': weights.net.get("head"), "ids": weights.ids}
+    for name, expected in wanted.items():
+        got = None if given[name] is None else tuple(given[name].shape)
+        if got != expected:
+            raise ValueError(
+                f"weights.{name}: expected {expected} with head={config.head!r} and "
+                f"draft_vocab={config.draft_vocab}, got {got}"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 
@@ -11,34 +12,18 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.drafters.nets import HeadKind
+from jspec.drafters.nets import NetConfig, rope
+from jspec.models import ENDLESS
 from jspec.models import cache as kv
 from jspec.models.attention import block_mask
 from jspec.models.decoder import DecoderConfig, Stack
-from jspec.models.rotary import rotary
 from jspec.types import Block
-
-ENDLESS = 1 << 20  # rotary positions have no end
-SIZES = (
-    "width",
-    "vocab_size",
-    "draft_vocab",
-    "num_layers",
-    "head_dim",
-    "num_heads",
-    "num_kv_heads",
-    "mlp_width",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecurrentConfig:
-    """What all recurrent nets are told: their target's sizes, their head, their layers."""
+class RecurrentConfig(NetConfig):
+    """What all recurrent nets are told besides: their layers."""
 
-    width: int  # E, the target's
-    vocab_size: int  # V, the target's
-    head: HeadKind = "target"
-    draft_vocab: int | None = None  # columns of the head; None: all V
     num_layers: int = 1
     head_dim: int = 64
     num_heads: int | None = None  # None: width // head_dim
@@ -50,29 +35,13 @@ class RecurrentConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected a number >= 1, got {value}")
-        if self.head not in ("target", "rows", "own"):
-            raise ValueError(f"head: expected 'target', 'rows' or 'own', got {self.head!r}")
-        if (self.head == "target") != (self.draft_vocab is None) and self.head != "own":
-            expected = "None with head='target'" if self.head == "target" else "a number with head='rows'"
-            raise ValueError(f"draft_vocab: expected {expected}, got {self.draft_vocab}")
-        if self.columns > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab: expected at most vocab_size = {self.vocab_size}, got {self.draft_vocab}"
-            )
+        super().__post_init__()
+        self.at_least_one(("num_layers", "head_dim", "num_heads", "num_kv_heads", "mlp_width"))
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number (rotary positions), got {self.head_dim}")
         heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
         if heads % kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {heads}, got {kv_heads}")
-
-    @property
-    def columns(self) -> int:
-        """Tokens the head knows."""
-        return self.vocab_size if self.draft_vocab is None else self.draft_vocab
 
     @property
     def longest(self) -> int | None:
@@ -83,7 +52,6 @@ class RecurrentConfig:
     def decoder(self) -> DecoderConfig:
         """The layers."""
         heads = self.num_heads or max(1, self.width // self.head_dim)
-        positions, _ = rotary({"rope_theta": self.rope_theta}, self.head_dim, ENDLESS)
         return DecoderConfig(
             vocab_size=self.vocab_size,
             width=self.width,
@@ -93,7 +61,7 @@ class RecurrentConfig:
             num_kv_heads=self.num_kv_heads or heads,
             head_dim=self.head_dim,
             context_length=ENDLESS,
-            rotary=positions,
+            rotary=rope(self.rope_theta, self.head_dim),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             norm_eps=self.norm_eps,
@@ -115,10 +83,10 @@ class Recurrence(nnx.Module):
         """What stands for the target's feature in a pair, in the dtype of the net."""
         return features.astype(self.dtype)
 
+    @abc.abstractmethod
     def join(self, embedded: Float[Array, "B N E"], carried: Float[Array, "B N E"]) -> Float[Array, "B N I"]:
         """The input of the layers: an embedded token, and the fused feature before it or what `feed` makes
         of an earlier output. Both in the dtype of the net."""
-        raise NotImplementedError
 
     def read(self, g: Float[Array, "*n E"], step: Int[Array, ""] | int) -> Float[Array, "*n E"]:
         """What the head reads, for the law of draft number ``step`` = 0, 1, ..."""
@@ -168,7 +136,7 @@ class Recurrence(nnx.Module):
 
 
 def _own_head(config: RecurrentConfig, rngs: nnx.Rngs) -> nnx.Param:
-    kernel = jax.random.normal(rngs.params(), (config.width, config.columns))
+    kernel = jax.random.normal(rngs.params(), config.own_head)
     return nnx.Param(kernel * config.width**-0.5)
 
 

@@ -205,10 +205,7 @@ def method(
     module_of = build(kind, config)
 
     def init(params: RecurrentParams, prompt: Prompt, capacity: int, target: LanguageModel) -> RecurrentState:
-        for name in ("width", "vocab_size"):
-            expected, got = getattr(config, name), getattr(target.config, name, None)
-            if got != expected:
-                raise ValueError(f"target: expected {name} = {expected} as the network has, got {got}")
+        config.check_target(target.config)
         module: Recurrence = module_of(params.weights.net)
         batch = prompt.lengths.shape[0]
         return RecurrentState(module.start(batch, capacity), jnp.zeros((batch, *module.output), module.dtype))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jspec import Model
@@ -76,7 +75,7 @@ def table_model(vocab_size: int) -> LanguageModel:
 
 @functools.cache
 def served(lm: LanguageModel, vocab_size: int, banned: tuple[int, ...]) -> LanguageModel:
-    """``lm`` as decoding sees it: what never comes out (padding, banned tokens) has no probability.
+    """``lm`` as decoding sees it: its logits are those of what can come out.
 
     >>> from jspec import testing
     >>> lm, params = testing.table_lm([[0.5, 0.25, 0.25]] * 3)
@@ -84,10 +83,11 @@ def served(lm: LanguageModel, vocab_size: int, banned: tuple[int, ...]) -> Langu
     >>> jax.nn.softmax(served(lm, 3, (0,)).head(params, hidden))[0, 0].tolist()
     [0.0, 0.5, 0.5]
     """
-    never = np.array([*banned, *range(vocab_size, lm.config.vocab_size)], np.int32)
-    if not len(never):
-        return lm
-    return lm._replace(head=lambda params, hidden: lm.head(params, hidden).at[..., never].set(-jnp.inf))
+
+    def head(params: PyTree, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
+        return forward.possible(lm.head(params, hidden), vocab_size, banned)
+
+    return lm._replace(head=head)
 
 
 def together(target: Model, drafter: Laws) -> tuple[LanguageModel, LanguageModel]:

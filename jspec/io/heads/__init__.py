@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from jax.typing import DTypeLike
 
 from jspec.drafters.model import HasModel
 from jspec.drafters.nets import Network, Weights
-from jspec.io.heads import layout, pard
+from jspec.io.heads import layout
 from jspec.io.heads.dflash import DFLASH, DFLASH_SPECULATORS
 from jspec.io.heads.eagle import EAGLE, EAGLE_SPECULATORS
 from jspec.io.heads.eagle3 import EAGLE3, EAGLE3_SPECULATORS
 from jspec.io.heads.hydra import HYDRA
 from jspec.io.heads.layout import Checkpoint, Layout, Raw
 from jspec.io.heads.medusa import MEDUSA
-from jspec.io.heads.pard import PARD
+from jspec.io.heads.pard import PARD, Pard
 from jspec.io.hf import read_json
 
 #: In the order in which they are asked whether they know a checkpoint.
-LAYOUTS = {
+LAYOUTS: dict[str, Layout | Pard] = {
     entry.name: entry
     for entry in (
         PARD,
@@ -40,7 +39,7 @@ LAYOUTS = {
 }
 
 
-def recognise(folder: Path) -> Layout:
+def recognise(folder: Path) -> Layout | Pard:
     """The layout of a head's folder.
 
     Raises:
@@ -64,10 +63,7 @@ def read(
 ) -> Checkpoint:
     """A public checkpoint for its target; see `layout.read`."""
     folder = Path(folder).expanduser()
-    found = recognise(folder)
-    if found is PARD:
-        return pard.read(folder, model, dtype)
-    return layout.read(folder, found, model, dtype, rope_theta)
+    return recognise(folder).read(folder, model, dtype, rope_theta)
 
 
 def write(
@@ -89,7 +85,4 @@ def write(
     if name not in LAYOUTS:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {name!r}")
     folder = Path(folder).expanduser()
-    if LAYOUTS[name] is PARD:
-        return pard.write(folder, network, weights, model, raw)
-    config: Any = network.config
-    return layout.write(folder, LAYOUTS[name], config, weights, model, raw, extras, num_tokens)
+    return LAYOUTS[name].write(folder, network, weights, model, raw, extras, num_tokens)

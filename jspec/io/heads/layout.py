@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ from jspec.io.torch_file import TorchTensors, save_torch
 from jspec.models import is_norm
 from jspec.models.families.base import Transform
 from jspec.types import Drafter, PyTree
+
+if TYPE_CHECKING:
+    from jspec.io.heads.pard import Pard
 
 Raw = Mapping[str, Any]  # a config.json
 Shapes = Mapping[str, tuple[int, ...]]
@@ -87,6 +90,23 @@ class Layout(NamedTuple):
     borrowed: Callable[[Raw, Path, Any, HasModel], dict[str, jax.Array]] = lambda *_: {}
     lend: Callable[[Any, PyTree, HasModel, Raw], Lent] = lambda *_: Lent()
 
+    def read(self, folder: Path, model: HasModel, dtype: DTypeLike | None, rope: float | None) -> Checkpoint:
+        """See `read`."""
+        return read(folder, self, model, dtype, rope)
+
+    def write(
+        self,
+        folder: Path,
+        network: Network,
+        weights: Weights,
+        model: HasModel,
+        raw: Raw | None,
+        extras: Collection[str],
+        num_tokens: int,
+    ) -> Path:
+        """See `write`."""
+        return write(folder, self, network.config, weights, model, raw, extras, num_tokens)
+
 
 def respell(*pairs: tuple[str, str]) -> Callable[[Collection[str]], Mapping[str, str]]:
     """A ``rename`` that replaces beginnings of stored names, one pair after the other.
@@ -132,7 +152,7 @@ class Checkpoint(NamedTuple):
     tensors do not say (frozen copies, and an identity map of the vocabulary).
     """
 
-    layout: Layout
+    layout: Layout | Pard
     network: Network
     weights: Weights
     raw: dict[str, Any]

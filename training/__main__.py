@@ -127,13 +127,15 @@ def prompts(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    dtype: Annotated[str, typer.Option(help="That of the model.")] = "float32",
 ) -> None:
     """Prompts that a chat model writes itself, to have it answer them."""
     from jspec import load
     from training import prompts as made
 
+    model = load(target, dtype)
     options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "batch_size": batch_size}
-    found = made.write_prompts(load(target), count, **options)
+    found = made.write_prompts(model, count, **options)
     made.save_prompts(output, found)
     print(f"{output}: {len(found)} prompts of {count} turns")
 

@@ -24,7 +24,7 @@ from jspec.models import ENDLESS
 from jspec.models import cache as kv
 from jspec.models.attention import attend, see_cache, see_rows
 from jspec.models.decoder import DecoderConfig
-from jspec.models.layers import Layer, Linear, Norm
+from jspec.models.layers import Layer, Linear, Norm, wide_product
 from jspec.models.rotary import rotate
 from jspec.types import LanguageModel, PyTree
 
@@ -247,7 +247,7 @@ class BlockNet(nnx.Module):
         if self.previous is None or self.markov is None:
             return None
         rows = self.previous[...].at[previous].get(mode="clip")
-        return jnp.matmul(rows, self.markov[...], preferred_element_type=jnp.float32)
+        return wide_product(rows, self.markov[...])
 
     def foresee(self, hidden: Float[Array, "*n E"], previous: Int[Array, "*n"]) -> Float[Array, "*n"]:
         """Logits of acceptance: ``w [h_k; W1[x_{k-1}]] + b``, float32."""

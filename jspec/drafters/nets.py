@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec import sampling
 from jspec.models import ENDLESS
+from jspec.models.layers import wide_product
 from jspec.models.rotary import Rotary, rotary
 from jspec.types import Block, Forward, LanguageModel, Prompt, PyTree, Verdict
 
@@ -186,7 +187,7 @@ def logits(
     if kernel is None:
         # In the target's dtype: a product of two would convert the whole head at every call.
         return target.head(target_params, hidden.astype(dtype_of(target, target_params)))
-    return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return wide_product(hidden, kernel.astype(hidden.dtype))
 
 
 def spread(weights: Weights, logits: Float[Array, "... Vd"], vocab_size: int) -> Float[Array, "... V"]:

@@ -5,6 +5,7 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.params import (
     Config,
     abstract_params,
+    cache_dtype,
     cast,
     check_dtype,
     init_params,
@@ -21,6 +22,7 @@ __all__ = [
     "Rows",
     "Seq2SeqConfig",
     "abstract_params",
+    "cache_dtype",
     "cast",
     "check_dtype",
     "init_params",

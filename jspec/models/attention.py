@@ -73,9 +73,10 @@ def attend(
 
         out = (exp(s - m) @ cached_values + exp(t - m) @ row_values) / (sum exp(s - m) + sum exp(t - m))
 
-    Scores, softmax and sums are float32. Query head i reads key-value head ``i // (H // K)``. A row whose
-    value is not finite makes NaN of the queries that see it and of no other: a rejected draft or a padding
-    token must not be felt, and a weight of 0 alone would not keep it out, since 0 * NaN is NaN.
+    Cache and rows may differ in dtype; the output has the queries'. Scores, softmax and sums are float32.
+    Query head i reads key-value head ``i // (H // K)``. A row whose value is not finite makes NaN of the
+    queries that see it and of no other: a rejected draft or a padding token must not be felt, and a weight of
+    0 alone would not keep it out, since 0 * NaN is NaN.
     """
     batch, width, heads, size = queries.shape
     kv_heads = cached[0].shape[1]
@@ -87,7 +88,8 @@ def attend(
     def scores(
         equation: str, keys: Array, seen: Bool[Array, "B 1_or_N T"], bias: Float[Array, "B H N T"] | None
     ) -> Float[Array, "B K G*N T"]:
-        logits = jnp.einsum(equation, queries, keys, preferred_element_type=jnp.float32) * scale
+        same = queries.astype(keys.dtype)
+        logits = jnp.einsum(equation, same, keys, preferred_element_type=jnp.float32) * scale
         if softcap is not None:
             logits = jnp.tanh(logits / softcap) * softcap
         shape = logits.shape
@@ -103,11 +105,14 @@ def attend(
     top = jnp.maximum(*(x.max(-1, keepdims=True, initial=MASKED) for x in (s, t)))
     s, t = jnp.exp(s - top), jnp.exp(t - top)
     total = s.sum(-1, keepdims=True) + t.sum(-1, keepdims=True)
-    dtype = cached[1].dtype
-    out = jnp.einsum("bkqs,bksh->bkqh", s.astype(dtype), cached[1], preferred_element_type=jnp.float32)
+
+    def mean(equation: str, weights: Array, values: Array) -> Float[Array, "B K G*N h"]:
+        return jnp.einsum(equation, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+
+    out = mean("bkqs,bksh->bkqh", s, cached[1])
     finite = jnp.isfinite(rows[1]).all((2, 3))
     values = jnp.where(finite[:, :, None, None], rows[1], 0)
-    out += jnp.einsum("bkqm,bmkh->bkqh", t.astype(dtype), values, preferred_element_type=jnp.float32)
-    out = (out / total).astype(dtype).reshape(batch, kv_heads, groups, width, size)
+    out += mean("bkqm,bmkh->bkqh", t, values)
+    out = (out / total).astype(queries.dtype).reshape(batch, kv_heads, groups, width, size)
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads * size)
     return jnp.where((rows_seen & ~finite[:, None]).any(-1)[:, :, None], jnp.nan, out)

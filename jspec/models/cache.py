@@ -78,7 +78,7 @@ def commit(cache: Cache, rows: Rows, path: Int[Array, "B R"], count: Int[Array, 
         path: Int[Array, " R"],
         slots: Int[Array, " R"],
     ) -> Float[Array, "K S h"]:
-        return slab.at[:, slots].set(new[path].swapaxes(0, 1), mode="drop")
+        return slab.at[:, slots].set(new[path].swapaxes(0, 1).astype(slab.dtype), mode="drop")
 
     def write_all(slabs: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(jax.vmap(write)(slab, n, path, slots) for slab, n in zip(slabs, new, strict=True))

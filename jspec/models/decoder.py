@@ -20,7 +20,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models import cache as kv
 from jspec.models.attention import block_mask, see_cache, see_rows
-from jspec.models.layers import Dropout, Layer, Linear, Memory, Norm, Relative, Seen, drop, sinusoids
+from jspec.models.layers import (
+    Dropout,
+    Layer,
+    Linear,
+    Memory,
+    Norm,
+    Relative,
+    Seen,
+    drop,
+    sinusoids,
+    wide_product,
+)
 from jspec.models.rotary import Rotary
 from jspec.types import Block, Forward, LanguageModel, Prompt
 
@@ -206,7 +217,7 @@ class Decoder(Stack):
     def head(self, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
         """Logits in float32."""
         kernel = self.embedding[...].T if self.unembedding is None else self.unembedding.kernel[...]
-        logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        logits = wide_product(hidden, kernel)
         if self.config.logit_scale != 1:
             # Not on `hidden`: in bfloat16 the scale itself would be rounded, and all logits with it.
             logits = logits * jnp.float32(self.config.logit_scale)
@@ -235,16 +246,15 @@ class Decoder(Stack):
         return self.run(x, cache, block, mask, pending, taps, memory, dropout)
 
 
-@functools.cache
-def language_model(config: DecoderConfig) -> LanguageModel:
-    """The pure functions of an architecture. Cached: equal configs give the same object.
+def language_model(config: DecoderConfig, cache_dtype: str | None = None) -> LanguageModel:
+    """The pure functions of an architecture. Cached: equal arguments give the same object.
 
     ``params`` is the nested dict of the module's arrays: ``embedding`` [V, E]; ``layers[i]`` with
     ``attention.{query, key, value, out}``, ``mlp.{gate, up, down}`` (each ``kernel`` [in, out] and, where the
     family has one, ``bias``) and the norms' ``scale`` and ``bias``; and, where the config has them,
     ``positions`` [context_length, E], ``relative_bias`` [buckets, H], ``embedding_norm``, ``norm``,
-    ``unembedding`` (unless tied) and ``head_bias`` [V]. Keys and values are cached in the dtype of
-    ``embedding``.
+    ``unembedding`` (unless tied) and ``head_bias`` [V]. Keys and values are cached in ``cache_dtype``
+    (None: the dtype of ``embedding``).
 
     ``extend`` treats a token of -1 as a place for ``block.inputs``, which replace the (scaled) embedding
     before learned positions are added. Where ``block.mask`` is None the block is causal. The cache and the
@@ -259,6 +269,11 @@ def language_model(config: DecoderConfig) -> LanguageModel:
     >>> model.commit(cache, forward.rows, jnp.array([[0, 1]]), jnp.array([2])).lengths.tolist()
     [2]
     """
+    return _language_model(config, cache_dtype)
+
+
+@functools.cache
+def _language_model(config: DecoderConfig, cache_dtype: str | None) -> LanguageModel:
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
 
     def module(params: Params) -> Decoder:
@@ -268,7 +283,8 @@ def language_model(config: DecoderConfig) -> LanguageModel:
     def start(params: Params, prompt: Prompt, capacity: int, dropout: Dropout | None = None) -> kv.Cache:
         check_capacity(config, capacity)
         c, batch = config, prompt.tokens.shape[0]
-        return kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, params["embedding"].dtype)
+        dtype = params["embedding"].dtype if cache_dtype is None else cache_dtype
+        return kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, dtype)
 
     def extend(
         params: Params,
@@ -281,7 +297,7 @@ def language_model(config: DecoderConfig) -> LanguageModel:
         return module(params).extend(cache, block, pending, taps, dropout=dropout)
 
     def truncate(num_layers: int) -> LanguageModel:
-        return language_model(first_layers(config, num_layers))
+        return language_model(first_layers(config, num_layers), cache_dtype)
 
     return LanguageModel(
         start=start,

@@ -52,29 +52,60 @@ def drop(x: Float[Array, "*n"], dropout: Dropout | None, site: int) -> Float[Arr
 
 @jax.custom_vjp
 def product(x: Float[Array, "*n I"], kernel: Float[Array, "I O"]) -> Float[Array, "*n O"]:
-    """``x @ kernel``, whose gradient is cheaper on CPU.
+    """``x @ kernel``, summed in float32 at least, and cheaper on CPU, above all its gradient.
 
     The kernel's gradient, x^T dy, sums over rows, for which XLA's CPU backend transposes one factor, together
     with the element-wise functions that make it, against the order of memory. JAX's own rule always chooses
     dy, even where that is the derivative of a wide perceptron's activation; here it is the narrower of the
     two. A training step of a T5 of 13M to 19M parameters takes 1.4 times less processor time.
     """
-    return x @ kernel
+    return _contract(x, kernel, (x.ndim - 1,), (0,))
+
+
+@jax.custom_vjp
+def wide_product(x: Float[Array, "*n I"], kernel: Float[Array, "I O"]) -> Float[Array, "*n O"]:
+    """`product` in float32, not rounded to the factors' dtype: what logits are. The gradients' products have
+    factors of that dtype again."""
+    return jax.lax.dot_general(
+        x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def _contract(x: Array, y: Array, x_axes: tuple[int, ...], y_axes: tuple[int, ...]) -> Array:
+    """The sums of products over these axes, in the factors' dtype.
+
+    XLA's CPU backend multiplies 16-bit numbers in hardware made for it (AMX) only where the result is
+    float32: 512 rows take a quarter of the time then, and the sums are rounded once.
+    """
+    dot = functools.partial(jax.lax.dot_general, dimension_numbers=((x_axes, y_axes), ((), ())))
+    if x.dtype.itemsize > 2:
+        return dot(x, y)
+
+    def wide(x: Array, y: Array) -> Array:
+        return dot(x, y, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, y, cpu=wide, default=dot)
 
 
 def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return x @ kernel, (x, kernel)
+    return product(x, kernel), (x, kernel)
+
+
+def _wide_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return wide_product(x, kernel), (x, kernel)
 
 
 def _product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, kernel = residuals
+    dy = dy.astype(x.dtype)
     rows = tuple(range(x.ndim - 1))
     narrow, wide = (x, dy) if x.shape[-1] <= dy.shape[-1] else (dy, x)
-    gradient = jax.lax.dot_general(narrow, wide, ((rows, rows), ((), ())))
-    return dy @ kernel.T, gradient if narrow is x else gradient.T
+    gradient = _contract(narrow, wide, rows, rows)
+    return _contract(dy, kernel, (dy.ndim - 1,), (1,)), gradient if narrow is x else gradient.T
 
 
 product.defvjp(_product_forward, _product_backward)
+wide_product.defvjp(_wide_forward, _product_backward)
 
 
 class Linear(nnx.Module):

@@ -17,10 +17,20 @@ from jspec.types import LanguageModel
 Config = DecoderConfig | Seq2SeqConfig
 
 
-def language_model(config: Config) -> LanguageModel:
+def language_model(config: Config, cache_dtype: str | None = None) -> LanguageModel:
     """The pure functions of an architecture; see the two factories of this name."""
     family = seq2seq if isinstance(config, Seq2SeqConfig) else decoder
-    return family.language_model(config)  # pyright: ignore[reportArgumentType]
+    return family.language_model(config, cache_dtype)  # pyright: ignore[reportArgumentType]
+
+
+def cache_dtype(dtype: DTypeLike) -> str | None:
+    """How to cache keys and values of a model in ``dtype`` on this machine; None: as they are.
+
+    XLA's CPU backend writes no 16-bit array in place: it converts the whole cache, forth and back, at every
+    commit (120 ms a step for 32 rows of 256 slots of SmolLM2-135M, 1 ms in float32).
+    """
+    narrow = jnp.dtype(dtype).itemsize == 2
+    return "float32" if narrow and jax.default_backend() == "cpu" else None
 
 
 def _module(config: Config, rngs: nnx.Rngs) -> Decoder:

@@ -154,9 +154,8 @@ def _inside(width: int, lengths: Int[Array, " B"]) -> Bool[Array, "B 1 T"]:
     return jnp.arange(width, dtype=jnp.int32)[None, None] < lengths[:, None, None]
 
 
-@functools.cache
-def language_model(config: Seq2SeqConfig) -> LanguageModel:
-    """The pure functions of an architecture. Cached: equal configs give the same object.
+def language_model(config: Seq2SeqConfig, cache_dtype: str | None = None) -> LanguageModel:
+    """The pure functions of an architecture. Cached: equal arguments give the same object.
 
     ``params`` are those of `jspec.models.decoder.language_model`, with ``cross`` and its norm in every layer,
     ``relative_bias`` [buckets, H] beside the layers that share it, and ``encoder`` with layers, norm and
@@ -171,6 +170,11 @@ def language_model(config: Seq2SeqConfig) -> LanguageModel:
     >>> model.head(params, forward.hidden).shape
     (1, 2, 11)
     """
+    return _language_model(config, cache_dtype)
+
+
+@functools.cache
+def _language_model(config: Seq2SeqConfig, cache_dtype: str | None) -> LanguageModel:
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Seq2Seq(config, nnx.Rngs(0))))
 
     def module(params: Params) -> Seq2Seq:
@@ -189,7 +193,8 @@ def language_model(config: Seq2SeqConfig) -> LanguageModel:
         model, c = module(params), config.decoder
         memory = model.encode(prompt.source, prompt.source_lengths, dropout)
         batch = prompt.tokens.shape[0]
-        own = kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, memory.dtype)
+        dtype = memory.dtype if cache_dtype is None else cache_dtype
+        own = kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, dtype)
         keys, values = zip(*(layer.read(memory) for layer in model.layers), strict=True)
         return Seq2SeqCache(*own, keys, values, prompt.source_lengths)
 
@@ -208,7 +213,8 @@ def language_model(config: Seq2SeqConfig) -> LanguageModel:
 
     def truncate(num_layers: int) -> LanguageModel:
         return language_model(
-            dataclasses.replace(config, num_layers=first_layers(config.decoder, num_layers).num_layers)
+            dataclasses.replace(config, num_layers=first_layers(config.decoder, num_layers).num_layers),
+            cache_dtype,
         )
 
     return LanguageModel(

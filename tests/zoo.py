@@ -266,6 +266,19 @@ CASES |= {
     "pass greedy": Case(trained("pass", num_tokens=2, sample=False), verify.target_only),
     "bita/token": Case(trained("bita own"), verify.token),
 }
+CASES |= {
+    "router(suffix, model)": Case(
+        lambda t, d: drafters.router(drafters.suffix(4), drafters.model(d, 3), 2), verify.block
+    ),
+    "router(suffix, tree)": Case(
+        lambda t, d: drafters.router(drafters.suffix(5), trained("eagle rows", tree=DYNAMIC)(t, d)),
+        verify.target_only,
+    ),
+    "router(tree, dflash)": Case(
+        lambda t, d: drafters.router(drafters.suffix(4, num_nodes=8), netted(dflash, BLOCK, 3)(t, d), 3),
+        verify.tree,
+    ),
+}
 
 
 def reference(

@@ -24,6 +24,7 @@ from jspec.drafters.mtp import MtpConfig, MtpHeadsConfig, mtp, mtp_network
 from jspec.drafters.ngram import NgramTable, load_ngram, ngram, save_ngram
 from jspec.drafters.plain import plain
 from jspec.drafters.recycling import token_recycling
+from jspec.drafters.router import router
 from jspec.drafters.self import early_exit
 from jspec.drafters.suffix import suffix
 
@@ -76,6 +77,7 @@ __all__ = [
     "mtp_network",
     "ngram",
     "plain",
+    "router",
     "save",
     "save_ngram",
     "suffix",

@@ -15,7 +15,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 Config = Annotated[Path, typer.Option(help="A YAML file as in configs/.")]
 Data = Annotated[
-    Path | None, typer.Option(help="Folder of the data sets that the configuration names; see README.md.")
+    Path | None, typer.Option(help="Folder of the data sets that the configuration names; see docs/data.md.")
 ]
 Output = Annotated[Path | None, typer.Option(help="Folder of the results; default: runs/<config's name>.")]
 Smoke = Annotated[bool, typer.Option("--smoke", help="A run of minutes: the configuration's `smoke` values.")]
@@ -32,13 +32,15 @@ def main() -> None:
 def table(config: Config, data: Data = None, output: Output = None, smoke: Smoke = False) -> None:
     """The table of a configuration: speeds of drafters, or a whole study with its training."""
     from experiments import study
+    from experiments.config import Table
 
     console = _prepare()
     try:
         settings = study.load(config, smoke=smoke)
-        if isinstance(settings, study.Losses):
+        if not isinstance(settings, study.Study | Table):
             raise ValueError(
-                f"{config}: kind: expected speed or study, got losses: python -m experiments losses"
+                f"{config}: kind: expected speed or study, got {settings.kind}: "
+                f"python -m experiments {settings.kind}"
             )
         folder = _folder(config, output, smoke)
         if isinstance(settings, study.Study):
@@ -85,6 +87,33 @@ def losses(config: Config, data: Data = None, output: Output = None, smoke: Smok
         comparison.write(folder, settings, outcomes, stages, console)
     except WRONG as error:
         _fail(error)
+
+
+@app.command()
+def drafters(config: Config, data: Data = None, output: Output = None, smoke: Smoke = False) -> None:
+    """Draft networks trained on the same text of a target, their learning curves and their speeds."""
+    from experiments import drafters as comparison
+    from experiments import study
+    from experiments.config import Drafters
+    from experiments.stages import Stages
+
+    console = _prepare()
+    try:
+        import matplotlib  # noqa: F401  (as for a study: before the training)
+
+        settings = study.load(config, smoke=smoke)
+        if not isinstance(settings, Drafters):
+            raise ValueError(
+                f"{config}: kind: expected drafters, got {settings.kind}: python -m experiments table"
+            )
+        folder = _folder(config, output, smoke)
+        stages = Stages(folder, console)
+        found = comparison.train(settings, data or Path("."), folder, stages, console)
+        comparison.write(folder, settings, found, stages, console)
+        measure = _loaded(comparison.rows(settings, folder), data, folder, console)
+    except WRONG as error:
+        _fail(error)
+    measure()
 
 
 def _trained(

@@ -1,15 +1,19 @@
-"""What a speed table is: a YAML file, checked before anything runs. An unknown key is an error."""
+"""What an experiment with draft networks or a speed table is: a YAML file, checked before anything runs. An
+unknown key is an error."""
 
 from __future__ import annotations
 
+import copy
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from jspec import text
+from training import config as configs
+from training import drafter
 from training.config import Strict
 
-DRAFTERS = ("none", "model", *text.DRAFTERS)
+DRAFTERS = ("none", "model", "trained", *text.DRAFTERS)
 
 
 class Prompts(Strict):
@@ -58,3 +62,42 @@ class Table(Strict):
         if not self.temperatures:
             raise ValueError("temperatures: expected at least one")
         return self
+
+
+class Drafters(Strict):
+    """``base``: what all methods share, keys of `training.drafter.Drafter`; ``methods``: by the name of the
+    run's folder, what each lays over them. Rows of ``table`` with ``drafter: trained`` name one by its
+    argument ``folder``."""
+
+    kind: Literal["drafters"]
+    base: dict[str, Any]
+    methods: Annotated[dict[str, dict[str, Any]], pydantic.Field(min_length=1)]
+    table: Table
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Drafters:
+        recipes = self.recipes()
+        if any(found.target != self.table.target for found in recipes.values()):
+            raise ValueError(f"table.target: expected that of all methods, got {self.table.target}")
+        return self
+
+    def recipes(self) -> dict[str, drafter.Drafter]:
+        """The whole configuration of each method."""
+        return {
+            name: configs.check(overlaid(self.base, values), drafter.Drafter, f"methods.{name}")
+            for name, values in self.methods.items()
+        }
+
+
+def overlaid(values: Any, overlay: Any) -> Any:
+    """``values`` with those of ``overlay`` in their place, key by key; lists are replaced whole.
+
+    >>> overlaid({"a": {"b": 1, "c": 2}, "d": [1, 2]}, {"a": {"b": 3}, "d": [4]})
+    {'a': {'b': 3, 'c': 2}, 'd': [4]}
+    """
+    if not (isinstance(values, dict) and isinstance(overlay, dict)):
+        return copy.deepcopy(overlay)
+    merged = dict(values)
+    for key, value in overlay.items():
+        merged[key] = overlaid(merged.get(key), value)
+    return merged

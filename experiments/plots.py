@@ -95,6 +95,20 @@ def lenience(path: Path, rows: Sequence[LenientRow]) -> None:
     save(path)
 
 
+def learning(path: Path, curves: dict[str, list[tuple[float, float]]]) -> None:
+    """tau of simulated greedy chains against the tokens trained on, a line a method."""
+    import matplotlib
+
+    colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    _, axes, save = _figure(1)
+    (axis,) = axes[0]
+    for number, (name, points) in enumerate(curves.items()):
+        axis.plot(*zip(*points, strict=True), "o-", ms=3, color=colours[number % len(colours)], label=name)
+    axis.set(xscale="log", xlabel="answer tokens trained on", ylabel="tau of a greedy chain, simulated")
+    axis.legend(fontsize=8, frameon=False)
+    save(path)
+
+
 def write(folder: Path, results: Results) -> list[Path]:
     """All pictures that the results have something for; their paths."""
     written: list[Path] = []

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from experiments import paper
-from experiments.config import Table
+from experiments.config import Drafters, Table, overlaid
 from jspec import verify
 from training import config as configs
 from training import distill, losses, readers
@@ -266,11 +265,11 @@ class Losses(Strict):
         return self
 
 
-KINDS: dict[str, type[Strict]] = {"speed": Table, "study": Study, "losses": Losses}
+KINDS: dict[str, type[Strict]] = {"speed": Table, "study": Study, "losses": Losses, "drafters": Drafters}
 
 
 def load(path: str | Path, *, smoke: bool = False) -> Any:
-    """Read and check an experiment: a `Table`, a `Study` or `Losses`, by its ``kind`` (default: speed).
+    """Read and check an experiment, one of `KINDS` by its key ``kind`` (default: speed).
 
     Args:
       smoke: lay the values under the key ``smoke`` over the others. They are checked in any case.
@@ -294,17 +293,3 @@ def load(path: str | Path, *, smoke: bool = False) -> Any:
         return plain
     short = configs.check(overlaid(content, overlay), KINDS[kind], f"{path}: with smoke")
     return short if smoke else plain
-
-
-def overlaid(values: Any, overlay: Any) -> Any:
-    """``values`` with those of ``overlay`` in their place, key by key; lists are replaced whole.
-
-    >>> overlaid({"a": {"b": 1, "c": 2}, "d": [1, 2]}, {"a": {"b": 3}, "d": [4]})
-    {'a': {'b': 3, 'c': 2}, 'd': [4]}
-    """
-    if not (isinstance(values, dict) and isinstance(overlay, dict)):
-        return copy.deepcopy(overlay)
-    merged = dict(values)
-    for key, value in overlay.items():
-        merged[key] = overlaid(merged.get(key), value)
-    return merged

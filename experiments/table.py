@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import rich.console
 
@@ -11,10 +12,11 @@ from experiments import cost, figures, progress, report
 from experiments.bench import PLAIN, Bench, Case, Setting
 from experiments.config import Row, Table
 from experiments.prompts import Question
-from jspec import auto, drafters, engine, measure, verify
+from jspec import auto, drafters, engine, measure, trees, verify
 from jspec.batch import Request
 from jspec.io.tokenizer import check_vocabularies
 from jspec.text import named_drafter
+from jspec.types import Drafter
 from training import recipe
 
 
@@ -31,6 +33,8 @@ def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
         elif row.drafter == "auto":
             choice = auto.choice(model)
             drafter, note = choice.build(model) or drafters.plain(), choice.title
+        elif row.drafter == "trained":
+            drafter = trained(model, **row.arguments)
         elif row.drafter == "model":
             arguments = dict(row.arguments)
             draft_model = jspec.load(str(arguments.pop("draft_model")), dtype=dtype)
@@ -46,6 +50,20 @@ def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
         raise ValueError(f"drafters: {row.name!r}: {error}") from None
     except KeyError as error:
         raise ValueError(f"drafters: {row.name!r}: the argument {error} is missing") from None
+
+
+def trained(model: jspec.Model, folder: str, **settings: Any) -> Drafter:
+    """A stored draft network. In ``settings``, which go to its factory, a ``tree`` is given by its
+    `drafters.TreeSettings`, a ``template`` by the rank paths of its nodes.
+
+    Raises:
+        ValueError, FileNotFoundError: see `drafters.load`.
+    """
+    if "tree" in settings:
+        settings["tree"] = drafters.TreeSettings(**settings["tree"])
+    if "template" in settings:
+        settings["template"] = trees.template(tuple(tuple(path) for path in settings["template"]))
+    return drafters.load(folder, model, **settings)
 
 
 def tokenize(

@@ -370,6 +370,7 @@ def test_wrong_settings(tmp_path):
         ({"head": "target"}, "draft_vocab: expected None with head: target, got 18"),
         ({"sources": [{"text": "drafter", "every": 2, "examples": 2}]}, "sources: expected text of refer"),
         ({"training": {"steps": 1, "dropout": 0.1}}, r"training\.dropout: expected 0, got 0\.1"),
+        ({"features": None, "kept_taps": [1]}, r"kept_taps: expected None without features, got \(1,\)"),
     ):
         with pytest.raises(ValueError, match=message):
             settings(**changes)
@@ -382,6 +383,8 @@ def test_wrong_settings(tmp_path):
             {"network": {"taps": [3]}},
             r"network: expected taps in 0 \.\. 2 \(the target's layers\), got \(3,\)",
         ),
+        ({"kept_taps": [1]}, r"kept_taps: expected layers in 0 \.\. 2, the network's \(1, 2\) among them"),
+        ({"kept_taps": [1, 2, 3]}, r"kept_taps: expected layers in 0 \.\. 2, .* got \(1, 2, 3\)"),
         ({"draft_vocab": 99}, "draft_vocab: expected at most 22"),
     ):
         with pytest.raises(ValueError, match=message):

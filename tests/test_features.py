@@ -63,6 +63,16 @@ def test_hidden_states_and_taps_come_from_one_pass(tmp_path):
     assert len({*tmp_path.iterdir()}) == 3
 
 
+def test_of_all_layers_that_are_kept_each_run_reads_its_own(tmp_path):
+    model = target()
+    kept = Features(model, EXAMPLES, tmp_path, taps=(0, 1, 2), hidden=True)
+    for taps in ((), (2, 0), (0, 1, 2)):
+        own = Features(model, EXAMPLES, tmp_path, taps=taps, hidden=True)
+        for step in range(3):
+            few, all_ = (Shown(batches(model), found, taps)[step].features for found in (own, kept))
+            np.testing.assert_array_equal(few, all_)
+
+
 def test_an_interrupted_computation_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(features, "SHARD", 4)
     told = []

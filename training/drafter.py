@@ -44,8 +44,10 @@ class Drafter(Strict):
     At every step ``anchors`` places of each sequence are drawn (None: all), and from each the network is
     taught ``num_tokens`` laws. With ``features`` what the target shows of all training text lies on the disk,
     2 * width bytes a token for the hidden state and for each layer that the network taps; without, its
-    forward is part of the step. A network that looks at the target's cache (``glide``, ``assistant``) or runs
-    rows of its own through it (``pass``, ``bita``) needs that forward: ``features: null``.
+    forward is part of the step. Runs that tap different layers share one cache if all keep the same
+    ``kept_taps``, which hold each network's. A network that looks at the target's cache (``glide``,
+    ``assistant``) or runs rows of its own through it (``pass``, ``bita``) needs that forward:
+    ``features: null``.
 
     Evaluations are on what the target writes to the validation sources, greedily and sampled.
     """
@@ -61,6 +63,7 @@ class Drafter(Strict):
     loss: DraftLoss = DraftLoss()
     sources: Annotated[tuple[text.Source, ...], pydantic.Field(min_length=1)] = (text.Source(text="target"),)
     features: Precision | None = "float16"
+    kept_taps: tuple[Annotated[int, pydantic.Field(ge=0)], ...] | None = None  # None: the network's
     data: recipe.Data | None = None
     limits: Limits = Limits()
     chat: bool = False  # sources are user messages, put into the chat template (decoder-only)
@@ -79,6 +82,8 @@ class Drafter(Strict):
             raise ValueError(f"draft_vocab: expected None with head: target, got {self.draft_vocab}")
         if any(source.text == "drafter" for source in self.sources):
             raise ValueError("sources: expected text of references or target, got drafter")
+        if self.kept_taps is not None and self.features is None:
+            raise ValueError(f"kept_taps: expected None without features, got {self.kept_taps}")
         if self.training.dropout:
             raise ValueError(f"training.dropout: expected 0, got {self.training.dropout}")
         return self
@@ -217,8 +222,9 @@ def run(
     def shown(batches: Any, part: Sequence[Example]) -> Any:
         if config.features is None:
             return batches
-        found = text.features(target, part, writing, config.features, taps=network.taps, console=console)
-        return Shown(batches, found)
+        kept = network.taps if config.kept_taps is None else config.kept_taps
+        found = text.features(target, part, writing, config.features, taps=kept, console=console)
+        return Shown(batches, found, network.taps)
 
     texts = Batchwise(config, parts, target, shown)
     validation = encoded(config, target, corpus.validation[: config.validation_examples], "validation")
@@ -278,6 +284,12 @@ def network_of(config: Drafter, target: Model) -> Network:
         raise ValueError(
             f"features: expected none for a drafter of kind {config.kind!r}, which runs the target in every "
             f"step, got {config.features}"
+        )
+    kept = network.taps if config.kept_taps is None else config.kept_taps
+    if not {*network.taps} <= {*kept} <= {*range(layers + 1)}:
+        raise ValueError(
+            f"kept_taps: expected layers in 0 .. {layers}, the network's {network.taps} among them, "
+            f"got {kept}"
         )
     if config.loss.static().needs and network.details is None:
         name = config.loss.static().needs[0]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jspec.checkpoint import Model
 from jspec.types import LanguageModel, PyTree
@@ -103,13 +103,23 @@ class Features:
         shard, begin = self._at[index]
         return self._shards[shard][begin : begin + self._lengths[index]]
 
-    def batch(self, rows: Sequence[int], width: int) -> Float[np.ndarray, "B T F"]:
-        """Those of several examples, right padded with zeros; -1 is a row without any."""
-        found = np.zeros((len(rows), width, self._width), self._dtype)
+    def batch(
+        self, rows: Sequence[int], width: int, taps: tuple[int, ...] | None = None
+    ) -> Float[np.ndarray, "B T F"]:
+        """Those of several examples, right padded with zeros; -1 is a row without any. ``taps``: of all that
+        are kept, the hidden state and these layers."""
+        columns = slice(None) if taps is None or taps == self._taps else self._columns(taps)
+        number = len(np.arange(self._width)[columns])
+        found = np.zeros((len(rows), width, number), self._dtype)
         for row, index in enumerate(rows):
             if index >= 0:
-                found[row, : self._lengths[index]] = self[index]
+                found[row, : self._lengths[index]] = self[index][:, columns]
         return found
+
+    def _columns(self, taps: tuple[int, ...]) -> Int[np.ndarray, " F"]:
+        width = self._target.lm.config.width
+        parts = [0, *(1 + self._taps.index(tap) for tap in taps)]  # the hidden state comes first
+        return (np.array(parts)[:, None] * width + np.arange(width)).ravel()
 
     def _open(self, cache: Path, precision: str) -> Path:
         description = {
@@ -168,11 +178,13 @@ def shown_of(
 
 
 class Shown:
-    """Batches with the features of their examples: like the batches, by random access."""
+    """Batches with the features of their examples: like the batches, by random access. ``taps``: see
+    `Features.batch`."""
 
-    def __init__(self, batches: Planned, features: Features) -> None:
-        self._batches, self._features = batches, features
+    def __init__(self, batches: Planned, features: Features, taps: tuple[int, ...] | None = None) -> None:
+        self._batches, self._features, self._taps = batches, features, taps
 
     def __getitem__(self, step: int) -> Batch:
         batch = self._batches[step]
-        return batch._replace(features=self._features.batch(self._batches.rows(step), batch.tokens.shape[1]))
+        rows, width = self._batches.rows(step), batch.tokens.shape[1]
+        return batch._replace(features=self._features.batch(rows, width, self._taps))

@@ -1,0 +1,148 @@
+"""Draft networks compared: one command trains them on the same text and measures them in one table."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import pytest
+import rich.console
+from linear_network import LINEAR
+
+from experiments import config, drafters, study, table
+from experiments.drafters import Point, Trained
+from experiments.stages import Stages
+from jspec import drafters as methods
+from jspec import generate, testing
+from jspec.checkpoint import Model
+from jspec.drafters import kinds, nets
+from training import drafter, metrics, recipe
+from training.data import Example
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+EXAMPLES = [Example([4 + i % 14, 2 + i % 3], [5, 6, 1][i % 2 :]) for i in range(12)]
+CONTENT = {
+    "kind": "drafters",
+    "base": {
+        "target": "tiny",
+        "kind": "linear",
+        "num_tokens": 2,
+        "batching": {"batch_size": 4, "buckets": 1},
+        "sources": [{"text": "references"}],
+        "validation_examples": 4,
+        "max_new_tokens": 4,
+        "training": {"steps": 4, "evaluate_every": 1},
+    },
+    "methods": {
+        "taps": {"network": {"taps": [1, 2]}, "training": {"steps": 3}},
+        "hidden": {"network": {"taps": []}},
+    },
+    "table": {
+        "target": "tiny",
+        "prompts": {"file": "x.jsonl"},
+        "drafters": [
+            {"name": "own", "drafter": "trained", "arguments": {"folder": "taps", "num_tokens": 1}},
+            {"name": "other", "drafter": "trained", "arguments": {"folder": "smollm2-135m"}},
+        ],
+    },
+}
+
+
+def content(**changes):
+    return config.overlaid(CONTENT, changes)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def linear_kind():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(kinds.KINDS, "linear", LINEAR)
+        yield
+
+
+@functools.cache
+def target():
+    return Model(*testing.tiny_decoder(vocab_size=18), eos=(1,), name="tiny")
+
+
+def test_the_project_s_own():
+    """All methods learn from the same text and share one cache; no Spec-Bench row is trained on."""
+    loaded = study.load(CONFIGS / "drafters_smollm2.yaml")
+    recipes = list(loaded.recipes().values())
+    for found in recipes:
+        assert (found.sources, found.data, found.limits) == (
+            recipes[0].sources,
+            recipes[0].data,
+            recipes[0].limits,
+        )
+        assert "spec_bench" not in found.data.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": {"taps": {"step": 1}}}, r"methods\.taps: step: unknown key"),
+        ({"table": {"target": "other"}}, r"table\.target: expected that of all methods, got other"),
+        ({"base": {"training": {"steps": 0}}}, r"methods\.hidden: training\.steps: .*greater"),
+    ],
+)
+def test_wrong_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config.Drafters.model_validate(content(**changes))
+
+
+def test_methods_are_trained_once_and_written_about(tmp_path, monkeypatch):
+    monkeypatch.setattr(drafter, "target_of", lambda config, given: target())
+    monkeypatch.setattr(recipe, "read", lambda data, folder: recipe.Corpus(EXAMPLES, EXAMPLES))
+    settings = config.Drafters.model_validate(content())
+    console = rich.console.Console(width=160, record=True)
+    found = drafters.train(settings, tmp_path, tmp_path, Stages(tmp_path, console), console)
+    for name, steps in (("taps", 3), ("hidden", 4)):
+        rows = [row for row in metrics.read(tmp_path / name / metrics.FILE) if "tau_0" in row]
+        assert [point.tau_0 for point in found[name].curve] == [row["tau_0"] for row in rows]
+        assert len(rows) == steps
+        assert found[name].accepted == [rows[-1]["accepted_1"], rows[-1]["accepted_2"]]
+    before = (tmp_path / "taps" / "model.safetensors").stat().st_mtime_ns
+    again = drafters.train(settings, tmp_path, tmp_path, Stages(tmp_path, console), console)
+    assert again == found
+    assert (tmp_path / "taps" / "model.safetensors").stat().st_mtime_ns == before
+
+    drafters.write(tmp_path, settings, found, Stages(tmp_path, console), console)
+    text = (tmp_path / "drafters.md").read_text()
+    assert f"| taps | {found['taps'].parameters / 1e6:.1f}M |" in text
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((tmp_path / "drafters.json").read_text())["methods"].keys() == {"taps", "hidden"}
+
+    own, other = drafters.rows(settings, tmp_path).drafters
+    assert own.arguments == {"folder": str(tmp_path / "taps"), "num_tokens": 1}
+    assert other.arguments == {"folder": "smollm2-135m"}
+    built = table.build(own, target())
+    prompt = [[4, 2, 5]]
+    expected = generate(target(), prompt, max_new_tokens=8).tokens
+    assert generate(target(), prompt, max_new_tokens=8, drafter=built.drafter).tokens == expected
+
+
+def test_ten_times_the_text_is_read_off_the_end_of_the_curve():
+    curve = [Point(10, 5.0, 1), Point(100, 1.2, 1), Point(1000, 1.5, 1), Point(10_000, 1.8, 1)]
+    assert Trained(1, 1.0, 1.0, curve, []).at_ten_times() == pytest.approx(2.1)
+    assert Trained(1, 1.0, 1.0, curve[:1], []).at_ten_times() == 5.0
+
+
+def test_trees_of_a_trained_row(tmp_path):
+    for name, kind, arguments in (
+        ("dynamic", "eagle3", {"tree": {"top_k": 2, "depth": 2, "num_nodes": 4}}),
+        ("static", "medusa", {"template": [[0], [1], [0, 0]]}),
+    ):
+        taps = {"taps": [1]} if kind == "eagle3" else {}
+        network = kinds.find(kind).network(kinds.configure(kind, taps, target().lm.config))
+        weights = nets.Weights(network.init(jax.random.key(0)))
+        methods.save(tmp_path / name, kind, network, weights, num_tokens=2)
+        row = config.Row(
+            name=name, drafter="trained", arguments={"folder": str(tmp_path / name), **arguments}
+        )
+        built = table.build(row, target())
+        assert built.widths[-1] == 4
+        expected = generate(target(), [[4, 2, 5]], max_new_tokens=8).tokens
+        assert generate(target(), [[4, 2, 5]], max_new_tokens=8, drafter=built.drafter).tokens == expected
+    wrong = {"folder": str(tmp_path / "dynamic"), "tree": {"nodes": 4}}
+    with pytest.raises(ValueError, match=r"drafters: 'x': .*nodes"):
+        table.build(config.Row(name="x", drafter="trained", arguments=wrong), target())

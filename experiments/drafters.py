@@ -68,7 +68,7 @@ def outcome(run: Path, parameters: int, seconds: float) -> Trained:
     """What the metrics of a run say."""
     lines = [line for line in metrics.read(run / metrics.FILE) if "tau_0" in line]
     curve = [Point(line["tokens_seen"], line["tau_0"], line["tau_1"]) for line in lines]
-    accepted = [lines[-1][key] for key in sorted(lines[-1]) if key.startswith("accepted_")]
+    accepted = [lines[-1][key] for key in lines[-1] if key.startswith("accepted_")]
     return Trained(parameters, seconds, lines[-1]["epochs"], curve, accepted)
 
 

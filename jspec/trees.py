@@ -51,20 +51,21 @@ def template(paths: tuple[tuple[int, ...], ...]) -> Template:
 
 def _grown(accuracies: np.ndarray, num_nodes: int) -> list[tuple[float, tuple[int, ...]]]:
     """Value and rank path of the most valuable nodes, the root left out, best first: any beginning of it is
-    the best tree of its size. Of equal values the shallower node comes first."""
+    the best tree of its size. Of equal values the shallower node comes first, then the better
+    rank."""
     depth, branching = accuracies.shape
     _check_size(num_nodes, depth, branching)
     frontier: list[tuple[float, int, tuple[int, ...]]] = [
-        (-value, 1, (-r,)) for r, value in enumerate(accuracies[0].tolist())
+        (-value, 1, (r,)) for r, value in enumerate(accuracies[0].tolist())
     ]
     heapq.heapify(frontier)
     chosen: list[tuple[float, tuple[int, ...]]] = []
     while len(chosen) < num_nodes - 1:
         value, length, path = heapq.heappop(frontier)
-        chosen.append((-value, tuple(-r for r in path)))
+        chosen.append((-value, path))
         if length < depth:
             for r, accuracy in enumerate(accuracies[length].tolist()):
-                heapq.heappush(frontier, (value * accuracy, length + 1, (*path, -r)))
+                heapq.heappush(frontier, (value * accuracy, length + 1, (*path, r)))
     return chosen
 
 

@@ -209,6 +209,29 @@ def test_simulated_acceptance_is_that_of_the_laws():
     assert found["tau_1"] == pytest.approx(1 + (sums["kept"] / sums["exists"]).sum(), rel=1e-4)
 
 
+def test_what_the_target_never_emits_is_no_part_of_a_law():
+    """As in decoding: of target and network alike, with a reduced vocabulary and without."""
+    free, banned = target(), dataclasses.replace(target(), banned=(5, 7))
+    (batch,) = recipe.held_out(EXAMPLES[:8], settings().batching, settings().training, ())
+    for changes in ({}, {"head": "target", "draft_vocab": None}):
+        config = settings(anchors=None, **changes)
+        network = drafter.network_of(config, free)
+        begun = drafter.begin(config, free, network, [EXAMPLES])
+        columns = np.arange(VOCAB - 2) if begun.weights.ids is None else np.asarray(begun.weights.ids)
+        here = np.isin(columns, (5, 7))
+        found = []
+        for model in (free, banned):
+            objective = drafter.teaching(config, model, network, [EXAMPLES])
+            frozen = drafter.frozen_of(model, begun.weights)
+            taught = objective.taught(begun.weights.net, frozen, batch, jax.random.key(0))
+            found.append((taught[0].target, taught[1]))
+            assert not np.isin(np.asarray(taught[0].best), (5, 7)).any() or model is free
+        for plain, without in zip(*found, strict=True):
+            assert here.any()
+            assert np.isneginf(np.asarray(without)[..., here]).all()
+            np.testing.assert_array_equal(np.asarray(without)[..., ~here], np.asarray(plain)[..., ~here])
+
+
 # --- other ways -------------------------------------------------------------------------------------
 
 

@@ -370,6 +370,8 @@ def test_a_mask_that_was_trained_is_written_beside_the_tensors(target, tmp_path)
     weights = weights_of(network)
     folder = heads.write(tmp_path / "one", "dflash", network, weights, target, num_tokens=4)
     assert TorchTensors(folder / "mask_embedding.pt").numbers == {"mask_token_id": public.V - 1}
+    told = json.loads((folder / "config.json").read_text())["dflash_config"]
+    assert told == {"target_layer_ids": [1, 3], "projector_type": "dflash", "mask_token_id": public.V - 1}
     found = heads.read(folder, target)
     assert found.network is network
     jax.tree.map(same_bits, found.weights, weights)

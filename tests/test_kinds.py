@@ -12,6 +12,7 @@ import pytest
 import jspec
 from jspec import drafters
 from jspec.drafters import kinds, stored
+from jspec.models.rotary import rotary
 from jspec.testing import tiny_decoder
 from training import config as configs
 from training import drafter, metrics, recipe, text
@@ -90,6 +91,41 @@ def test_the_configuration_for_smollm2():
     assert network.config == kinds.configure(config.kind, {}, model, **options)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) < 12_000_000
+
+
+def test_rotary_positions_are_the_target_s():
+    """A net that is written for another server is refused by its own target if they differ."""
+    lm, _ = tiny_decoder(vocab_size=VOCAB, num_heads=2, rotary=rotary({"rope_theta": 5e5}, 16, 64)[0])
+    for kind in ("eagle", "eagle3", "mtp", "mtp_heads", "dflash", "dspark", "causal_block", "glide"):
+        assert kinds.configure(kind, {}, lm.config).rope_theta == 5e5
+        assert kinds.configure(kind, {"rope_theta": 1e4}, lm.config).rope_theta == 1e4
+
+
+def test_an_unknown_key_within_a_nested_config_is_an_error():
+    config = tiny_decoder(vocab_size=VOCAB)[0].config
+    lm = dataclasses.asdict(config)
+    made = kinds.configure("masked", {"lm": lm}, config, head="own")
+    assert made.lm == config
+    with pytest.raises(
+        ValueError, match=r"network: unknown key 'lm\.qk_nrom' for a drafter of kind 'masked'"
+    ):
+        kinds.configure("masked", {"lm": lm | {"qk_nrom": True}}, config, head="own")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "mtp_heads", "network": SMALL}, r"num_tokens: expected at most 1 \(num_layers\), got 3"),
+        ({"kind": "medusa", "num_tokens": 5}, "num_tokens: expected .* got 5"),
+        ({"kind": "pass", "num_tokens": 5, "features": None}, "num_tokens: expected .* got 5"),
+        ({"kind": "dspark", "network": SMALL, "loss": {"regression": 1.0}}, r"loss\.regression: expected 0"),
+        ({"kind": "eagle3", "network": SMALL, "loss": {"confidence": 1.0}}, r"loss\.confidence: expected 0"),
+    ],
+)
+def test_what_a_network_cannot_do_is_told_before_any_text_is_written(changes, message):
+    given = {"num_tokens": 3, "training": {"steps": 1}} | changes
+    with pytest.raises(ValueError, match=message):
+        drafter.network_of(drafter.Drafter.model_validate(given), target())
 
 
 def test_every_kind_is_configured_by_its_target():

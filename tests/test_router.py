@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import drafters, sampling
+from jspec import drafters, sampling, verify
 from jspec.drafters.common import chain, root
 from jspec.types import Context, Draft, Drafter, Method, Prompt
 
@@ -47,7 +47,12 @@ def run(drafter, rows, budget=None):
 
 def test_each_row_takes_its_own_arm():
     both = drafters.router(drafters.suffix(4), PAIR, 2)
-    assert (both.method.width, both.method.depth, both.method.taps, both.method.draws) == (6, 4, (2,), "iid")
+    assert (both.method.width, both.method.depth, both.method.taps, both.method.draws) == (
+        6,
+        4,
+        (2,),
+        "mixed",
+    )
     draft, state = run(both, [COPIED, FRESH])
     assert draft.tokens[0, :5].tolist() == [2, 3, 4, 1, 2]
     assert draft.parents[0, :5].tolist() == [-1, 0, 1, 2, 3]
@@ -70,6 +75,23 @@ def test_the_second_arm_is_asked_only_where_it_is_needed():
     draft, state = run(drafters.router(drafters.suffix(4), PAIR, 5), [COPIED])
     assert state.second.tolist() == [1]
     assert draft.tokens[0, :3].tolist() == [2, 10, 11]
+
+
+def test_a_row_with_a_draft_is_a_finished_one_to_the_second_arm():
+    """Whoever stands beside it: a wrapper that follows acceptance must not judge what it did not draft."""
+    adaptive = drafters.heuristic(Drafter(PAIR.params, PAIR.method._replace(depth=3)), 2)
+    both = drafters.router(drafters.suffix(4), adaptive, 2)
+    _, alone = run(both, [COPIED])
+    _, together = run(both, [COPIED, FRESH])
+    assert alone.second.offered[0] == together.second.offered[0] == 0
+    assert together.second.offered[1] > 0
+
+
+def test_rules_for_one_kind_of_children_are_refused():
+    """Copied siblings are chosen, drawn ones are not: a rule for the one would be biased on the other."""
+    both = drafters.router(drafters.suffix(4, num_nodes=6), PAIR)
+    with pytest.raises(ValueError, match="kseq"):
+        verify.resolve(both.method, verify.kseq())
 
 
 def test_laws_by_parent_stay_those_of_the_parents():

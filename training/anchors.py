@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.types import LanguageModel, PyTree
 from training.draft_loss import Known
+from training.forward import possible
 
 ROWS = 256  # of the target's head at a time, where only some columns are kept
 
@@ -52,6 +53,7 @@ def look(
     ids: Int[Array, " Vd"] | None,
     vocab_size: int,
     longest: int,
+    banned: tuple[int, ...] = (),
 ) -> Known:
     """What the target says at ``at``, without gradient.
 
@@ -62,7 +64,8 @@ def look(
       hidden: what the head reads; the law of token t + 1 is made from ``hidden[:, t]``, which is
         ``labels[:, t]`` in the text.
       ids: the drafter's columns; None: all tokens.
-      vocab_size: tokens; logits from there on are padding and no part of a law.
+      vocab_size, banned: tokens, and those of them that the target never emits; logits of others are no part
+        of a law.
       longest: the most places of a row that exist.
     """
     batch, width, size = hidden.shape
@@ -76,14 +79,14 @@ def look(
     read = hidden[rows, distinct].reshape(-1, size)
     rest = None
     if ids is None:
-        columns = target.head(target_params, read)[..., :vocab_size]
+        columns = possible(target.head(target_params, read), vocab_size, banned)
         best = columns.argmax(-1).astype(jnp.int32)
         column = jnp.arange(vocab_size, dtype=jnp.int32)
     else:
         outside = jnp.ones(vocab_size, bool).at[ids].set(False)
 
         def law(row: Float[Array, " E"]) -> tuple[Any, ...]:
-            logits = target.head(target_params, row)[:vocab_size]
+            logits = possible(target.head(target_params, row), vocab_size, banned)
             others = jax.nn.logsumexp(jnp.where(outside, logits, -jnp.inf))
             return logits[ids], others, logits.argmax(-1).astype(jnp.int32)
 

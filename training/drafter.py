@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from jspec import models
 from jspec.checkpoint import Model, load
 from jspec.drafters import kinds, nets, stored
-from jspec.drafters.nets import HeadKind, Network, Weights
+from jspec.drafters.nets import HeadKind, Network, Text, Weights
 from jspec.drafters.stored import Stored
 from jspec.types import PyTree
 from training import recipe, text
@@ -205,6 +205,7 @@ def run(
         "train": recipe.text_fingerprint(corpus.train),
         "validation": recipe.text_fingerprint(corpus.validation),
         "target": recipe.model_fingerprint(target.lm.config, target.params),
+        "speech": recipe.speech_fingerprint(target),
     }
     if before is not None:
         inputs["init"] = recipe.model_fingerprint(before.network.config, before.weights.net)
@@ -291,13 +292,37 @@ def network_of(config: Drafter, target: Model) -> Network:
             f"kept_taps: expected layers in 0 .. {layers}, the network's {network.taps} among them, "
             f"got {kept}"
         )
-    if config.loss.static().needs and network.details is None:
-        name = config.loss.static().needs[0]
-        which = {"hidden": "regression"}.get(name, name)
-        raise ValueError(
-            f"loss.{which}: expected 0 for a drafter of kind {config.kind!r}, which has no such output"
-        )
+    _rehearse(config, target, network)
     return network
+
+
+def _rehearse(config: Drafter, target: Model, network: Network) -> None:
+    """Run the network on shapes alone: what it cannot do is told before any text is written.
+
+    Raises:
+      ValueError: more tokens than it drafts, or a loss for which it has no output.
+    """
+    c, dtype = network.config, nets.dtype_of(target.lm, target.params)
+    run = network.teach if network.details is None else network.details
+
+    def rehearsal(params: PyTree) -> Any:
+        net = models.cast(network.init(jax.random.key(0)), config.training.dtype)
+        head = jnp.zeros((c.width, config.draft_vocab), dtype) if config.head == "rows" else None
+        ids = None if config.draft_vocab is None else jnp.arange(config.draft_vocab, dtype=jnp.int32)
+        tokens, length = jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4, jnp.int32)
+        hidden = jnp.zeros((1, 4, c.width), dtype)
+        source = (tokens, length) if target.decoder_start else (None, None)
+        given = Text(tokens, length, tokens, hidden, dict.fromkeys(network.taps, hidden), *source)
+        return run(Weights(net, head, ids), target.lm, params, given, config.num_tokens)
+
+    found = jax.eval_shape(rehearsal, target.params)
+    details = {} if network.details is None else found[1]
+    for name in config.loss.static().needs:
+        if details.get(name) is None:
+            which = {"hidden": "regression"}.get(name, name)
+            raise ValueError(
+                f"loss.{which}: expected 0 for a drafter of kind {config.kind!r}, which has no such output"
+            )
 
 
 def teaching(
@@ -307,7 +332,7 @@ def teaching(
     loss = config.loss.static()
     longest = max([config.max_new_tokens, *(len(example.target) for part in parts for example in part)])
     sizes = (config.num_tokens, config.anchors, target.vocab_size, longest)
-    return Teaching(target.lm, network, loss, *sizes)
+    return Teaching(target.lm, network, loss, *sizes, banned=target.banned)
 
 
 def frozen_of(target: Model, weights: Weights) -> dict[str, Any]:
@@ -324,6 +349,7 @@ def encoded(config: Drafter, target: Model, texts: Any, name: str) -> list[Examp
         limits=config.limits,
         name=name,
         chat=config.chat,
+        banned=target.banned,
     )
 
 

@@ -108,18 +108,14 @@ class Features:
     ) -> Float[np.ndarray, "B T F"]:
         """Those of several examples, right padded with zeros; -1 is a row without any. ``taps``: of all that
         are kept, the hidden state and these layers."""
-        columns = slice(None) if taps is None or taps == self._taps else self._columns(taps)
-        number = len(np.arange(self._width)[columns])
-        found = np.zeros((len(rows), width, number), self._dtype)
+        columns = np.arange(self._width)
+        if taps is not None and taps != self._taps:
+            columns = columns_of(taps, self._taps, self._target.lm.config.width)
+        found = np.zeros((len(rows), width, len(columns)), self._dtype)
         for row, index in enumerate(rows):
             if index >= 0:
                 found[row, : self._lengths[index]] = self[index][:, columns]
         return found
-
-    def _columns(self, taps: tuple[int, ...]) -> Int[np.ndarray, " F"]:
-        width = self._target.lm.config.width
-        parts = [0, *(1 + self._taps.index(tap) for tap in taps)]  # the hidden state comes first
-        return (np.array(parts)[:, None] * width + np.arange(width)).ravel()
 
     def _open(self, cache: Path, precision: str) -> Path:
         description = {
@@ -165,6 +161,16 @@ class Features:
                 "bfloat16 has the range of float32"
             )
         return found
+
+
+def columns_of(taps: tuple[int, ...], kept: tuple[int, ...], width: int) -> Int[np.ndarray, " F"]:
+    """Where the hidden state and ``taps`` stand in features of the hidden state and all ``kept`` layers.
+
+    >>> columns_of((7,), (5, 7), 2).tolist()
+    [0, 1, 4, 5]
+    """
+    parts = [0, *(1 + kept.index(tap) for tap in taps)]
+    return (np.array(parts)[:, None] * width + np.arange(width)).ravel()
 
 
 @functools.partial(jax.jit, static_argnames=("lm", "taps", "hidden", "dtype"))

@@ -16,7 +16,7 @@ from training import drafter, recipe
 from training.buckets import choose_edges
 from training.data import Example, widths
 from training.drafter import Drafter
-from training.features import STORED, shown_of
+from training.features import STORED, columns_of, shown_of
 from training.generation import SLOTS
 from training.loop import seconds_per_step
 
@@ -54,14 +54,15 @@ def measure(config: Drafter, corpus: recipe.Corpus, *, target: Model | None = No
 
     tokens = _batches(config, target, examples)
     features = None
-    size = target.lm.config.width * (1 + len(network.taps))
+    kept = network.taps if config.kept_taps is None else config.kept_taps
+    size = target.lm.config.width * (1 + len(kept))
     slots = sum(float(batch.lengths[batch.weights.any(1)].sum()) for batch in tokens)
     answers = [float(batch.weights.sum()) for batch in tokens]
     if config.features is not None:
         dtype = STORED[config.features]
 
         def show(batch: Any) -> Any:
-            options = {"lm": target.lm, "taps": network.taps, "hidden": True, "dtype": dtype}
+            options = {"lm": target.lm, "taps": kept, "hidden": True, "dtype": dtype}
             return np.asarray(shown_of(target.params, batch, **options))
 
         found = [show(batch) for batch in tokens]
@@ -69,7 +70,10 @@ def measure(config: Drafter, corpus: recipe.Corpus, *, target: Model | None = No
         for batch in tokens:
             show(batch)
         features = sum(answers) / (time.perf_counter() - begun)
-        tokens = [batch._replace(features=shown) for batch, shown in zip(tokens, found, strict=True)]
+        columns = columns_of(network.taps, kept, target.lm.config.width)
+        tokens = [
+            batch._replace(features=shown[..., columns]) for batch, shown in zip(tokens, found, strict=True)
+        ]
 
     begun = drafter.begin(config, target, network, [examples])
     step = seconds_per_step(

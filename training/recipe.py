@@ -40,6 +40,7 @@ PLACES = {
     "drafter": ("drafter",),
     "drafter.checkpoint": ("drafter",),
     "token_filter.reference": ("reference",),
+    "init": ("init",),
 }
 Texts = Sequence[data.Record] | Sequence[data.Example]
 
@@ -335,6 +336,14 @@ def model_fingerprint(config: Any, params: PyTree) -> str:
     if set(floats) - {"float32"}:  # weights that are rounded already compute otherwise in another precision
         content.append(floats)
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def speech_fingerprint(model: Model) -> str:
+    """Of how a model is spoken to and when it stops, which is no part of its weights."""
+    tokenizer = model.tokenizer
+    template = None if tokenizer is None else getattr(tokenizer.backend, "chat_template", None)
+    told = [model.eos, model.decoder_start, model.banned, model.vocab_size, template]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
 def check_vocabulary(name: str, target: Model, model: Model) -> None:

@@ -33,6 +33,7 @@ class Teaching:
     anchors: int | None
     vocab_size: int  # logits from there on are padding
     longest: int  # answer tokens of a sequence; of longer answers not all can be anchors
+    banned: tuple[int, ...] = ()  # tokens that the target never emits: no part of any law
 
     def __call__(
         self, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
@@ -57,6 +58,7 @@ class Teaching:
             weights.ids,
             self.vocab_size,
             self.longest,
+            self.banned,
         )
         given = Text(batch.tokens, batch.lengths, chosen, hidden, taps, batch.source, batch.source_lengths)
         arguments = (weights, self.target, frozen["target"], given, self.num_tokens)
@@ -68,7 +70,15 @@ class Teaching:
                 raise ValueError(f"loss: expected a network with {missing[0]!r} among its details, got none")
         else:
             logits = self.network.teach(*arguments)
-        return known, logits if weights.ids is not None else logits[..., : self.vocab_size], details
+        return known, self._possible(logits, weights.ids), details
+
+    def _possible(self, logits: Float[Array, "*n Vd"], ids: Array | None) -> Float[Array, "*n Vd"]:
+        """The network's logits of what can come out."""
+        if ids is None:
+            return forward.possible(logits, self.vocab_size, self.banned)
+        if not self.banned:
+            return logits
+        return jnp.where(jnp.isin(ids, jnp.array(self.banned)), -jnp.inf, logits)
 
     def _shown(self, target_params: PyTree, batch: PyTree) -> tuple[Array, dict[int, Array]]:
         taps = self.network.taps

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from typing import Any, Literal
 
-from jspec.drafters.nets import NetConfig, rope
+from jspec.drafters.nets import NetConfig, rope, rope_of
 from jspec.models import ENDLESS
 from jspec.models.decoder import DecoderConfig
 
@@ -150,7 +150,7 @@ def attend_config(
     if kind not in ("glide", "assistant"):
         raise ValueError(f"kind: expected glide or assistant, got {kind!r}")
     c = decoder_of(target)
-    count = num_layers or (1 if kind == "glide" else 4)
+    count = (1 if kind == "glide" else 4) if num_layers is None else num_layers
     every = range(c.num_layers)
     whole = [i for i in every if c.window(i) is None] or list(every)
     local = [i for i in every if c.window(i) is not None] or whole
@@ -170,5 +170,5 @@ def attend_config(
         own: dict[str, Any] = {"layers": layers, "inner": inner, "mlp_width": 4 * inner}
         return AssistantConfig(**(given | own | more))
     heads: dict[str, Any] = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
-    own = {"layers": (c.num_layers - 1,) * count, "mlp_width": c.mlp_width}
+    own = {"layers": (c.num_layers - 1,) * count, "mlp_width": c.mlp_width} | rope_of(c)
     return GlideConfig(**(given | own | heads | more))

@@ -24,6 +24,7 @@ from jspec.drafters.attend_config import AssistantConfig, AttendConfig, GlideCon
 from jspec.drafters.common import take
 from jspec.drafters.nets import Text
 from jspec.models import cache as kv
+from jspec.models import cache_dtype
 from jspec.models.attention import attend, see_cache, see_rows
 from jspec.models.decoder import DecoderConfig
 from jspec.models.layers import MLP, Attention, Linear, Norm, Relative, Seen
@@ -189,7 +190,8 @@ class Glide(Reader):
     def start(self, batch: int, capacity: int) -> kv.Cache:
         """See `Reader`."""
         c = self.shape
-        return kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, self.dtype)
+        dtype = cache_dtype(self.dtype) or self.dtype
+        return kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, dtype)
 
     def begin(self, state: kv.Cache, num_tokens: int) -> kv.Rows:
         """Pending rows to be filled, one for each token that is read."""

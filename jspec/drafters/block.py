@@ -28,6 +28,7 @@ from jspec.drafters.block_network import (
 from jspec.drafters.common import root
 from jspec.drafters.nets import Network, Weights
 from jspec.models import cache as kv
+from jspec.models import cache_dtype
 from jspec.types import Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, Verdict
 
 __all__ = ["BlockConfig", "block", "block_config", "block_network", "block_tree", "teach_both"]
@@ -74,7 +75,8 @@ def _init(config: BlockConfig):
     def init(params: BlockParams, prompt: Prompt, capacity: int, target: LanguageModel) -> kv.Cache:
         batch, c = prompt.lengths.shape[0], config
         dtype = block_net(c, params.weights.net).dtype
-        return kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, dtype)
+        cached = cache_dtype(dtype) or dtype
+        return kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, cached)
 
     return init
 

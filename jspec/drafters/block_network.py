@@ -137,6 +137,7 @@ def block_config(
         "num_kv_heads": getattr(target, "num_kv_heads", target.num_heads),
         "head_dim": target.head_dim,
         "mlp_width": target.mlp_width,
+        **nets.rope_of(target),
     }
     return BlockConfig(**(shape | KINDS[kind] | settings))
 

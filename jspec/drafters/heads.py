@@ -172,7 +172,7 @@ def heads(
       weights: its weights; with ``head="rows"`` the rows (`nets.rows_of_head`) and their ids.
       num_tokens: the longest chain, at most K; None: K.
       template: a tree, in order of depth as `trees.template`, `trees.grow` and `trees.fastest` make them;
-        its nodes are chosen, ``sample`` and ``proceed`` are not looked at.
+        its nodes are chosen, ``sample`` is not looked at.
       sample, proceed: as for `model`.
     Raises:
       ValueError: ``num_tokens`` or a template deeper than K, or both given; a rank beyond the head's columns;
@@ -189,6 +189,7 @@ def heads(
         check(1 <= most <= config.num_heads, "num_tokens", f"1 to {config.num_heads}", most)
         return Drafter(HeadsParams(weights, proceed), _heads(config, most, None, sample))
     check(num_tokens is None, "num_tokens", "None with a template, which has a depth", num_tokens)
+    check(proceed is None, "proceed", "None with a template, whose nodes are fixed", proceed)
     check(
         1 <= template.depth <= config.num_heads,
         "template",

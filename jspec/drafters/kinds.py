@@ -20,7 +20,7 @@ from jspec.drafters.heads import heads
 from jspec.drafters.lookahead_tokens import LookaheadConfig, lookahead_network, lookahead_tokens
 from jspec.drafters.masked import MaskedConfig, masked, masked_network
 from jspec.drafters.mtp import MtpConfig, MtpHeadsConfig, mtp, mtp_network
-from jspec.drafters.nets import HeadKind, Network
+from jspec.drafters.nets import HeadKind, Network, rope_of
 from jspec.types import Drafter
 
 
@@ -47,7 +47,7 @@ def _layer(target: Any) -> dict[str, Any]:
     """A layer shaped as the target's."""
     kv_heads = getattr(target, "num_kv_heads", target.num_heads)
     sizes = {"head_dim": target.head_dim, "num_heads": target.num_heads, "num_kv_heads": kv_heads}
-    return sizes | {"mlp_width": target.mlp_width}
+    return sizes | {"mlp_width": target.mlp_width} | rope_of(target)
 
 
 def _eagle3(target: Any) -> dict[str, Any]:
@@ -133,6 +133,18 @@ def _whose(key: str) -> str:
     return "the target's" if key in OF_THE_TARGET else "a setting beside network"
 
 
+def _left_out(given: Mapping[str, Any], made: Mapping[str, Any], path: str = "") -> str | None:
+    """A key within a nested config that nobody read."""
+    for key, value in given.items():
+        if key not in made:
+            return path + key
+        if isinstance(value, Mapping) and isinstance(made[key], Mapping):
+            inner = _left_out(value, made[key], f"{path}{key}.")
+            if inner is not None:
+                return inner
+    return None
+
+
 def build(name: str, values: Mapping[str, Any], where: str = "network") -> Any:
     """The config that `dataclasses.asdict` made these values of.
 
@@ -144,7 +156,10 @@ def build(name: str, values: Mapping[str, Any], where: str = "network") -> Any:
     if unknown := sorted(values.keys() - known):
         raise ValueError(f"{where}: unknown key {unknown[0]!r} for a drafter of kind {name!r}")
     try:
-        return pydantic.TypeAdapter(config).validate_python(dict(values))
+        made: Any = pydantic.TypeAdapter(config).validate_python(dict(values))
+        if left_out := _left_out(values, dataclasses.asdict(made)):
+            raise ValueError(f"{where}: unknown key {left_out!r} for a drafter of kind {name!r}")
+        return made
     except pydantic.ValidationError as error:
         wrong = [
             f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": ").removeprefix("Value error, ")

@@ -14,7 +14,7 @@ from jspec.drafters.autoregressive import Continue, draft_chain, fit_vocabulary
 from jspec.drafters.common import root, take
 from jspec.drafters.model import read, read_chunk, start
 from jspec.drafters.nets import HeadKind, Network, Text, Weights
-from jspec.models.params import Config, init_params, language_model
+from jspec.models.params import Config, cache_dtype, init_params, language_model
 from jspec.types import (
     Block,
     Context,
@@ -150,7 +150,9 @@ def _masked(network: Network, num_tokens: int, sample: bool) -> Method:
     limit = lm.config.context_length
 
     def init(params: MaskedParams, prompt: Prompt, capacity: int, target: LanguageModel) -> PyTree:
-        return start(lm, params.weights.net["lm"], prompt, capacity)
+        own = params.weights.net["lm"]
+        holding = language_model(config.lm, cache_dtype(own["embedding"].dtype))
+        return start(holding, own, prompt, capacity)
 
     def propose(params: MaskedParams, cache: PyTree, context: Context, keys: Keys) -> tuple[Draft, PyTree]:
         net = params.weights.net

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec import sampling
@@ -224,6 +225,29 @@ def rows_of_head(
 def rope(theta: float, head_dim: int) -> Rotary:
     """Rotary positions of a net's own layers; they have no end."""
     return rotary({"rope_theta": theta}, head_dim, ENDLESS)[0]
+
+
+def rope_base(config: Any) -> float | None:
+    """The base of a target's rotary positions, from the ratio of its first frequencies, which most scalings
+    leave alone; None without rotary positions, or where their ratios differ.
+
+    >>> from jspec.testing import tiny_decoder
+    >>> round(rope_base(tiny_decoder()[0].config))
+    10000
+    """
+    rotary = getattr(config, "rotary", None)
+    if rotary is None or len(rotary.frequencies) < 2:
+        return None
+    ratios = np.divide(rotary.frequencies[1:3], rotary.frequencies[: len(rotary.frequencies[1:3])])
+    if np.ptp(ratios) > 1e-4 * ratios[0]:
+        return None
+    return float(ratios[0] ** -len(rotary.frequencies))
+
+
+def rope_of(config: Any) -> dict[str, float]:
+    """``rope_theta`` as a target's config has it, to four digits; {} where it has none."""
+    base = rope_base(config)
+    return {} if base is None else {"rope_theta": float(f"{base:.4g}")}
 
 
 def dtype_of(target: LanguageModel, target_params: PyTree) -> jnp.dtype:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.drafters.nets import NetConfig, rope
-from jspec.models import ENDLESS
+from jspec.models import ENDLESS, cache_dtype
 from jspec.models import cache as kv
 from jspec.models.attention import block_mask
 from jspec.models.decoder import DecoderConfig, Stack
@@ -109,7 +109,8 @@ class Recurrence(nnx.Module):
     def start(self, batch: int, capacity: int) -> kv.Cache:
         """An empty cache of pairs."""
         c = self.stack.config
-        return kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, self.dtype)
+        dtype = cache_dtype(self.dtype) or self.dtype
+        return kv.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, dtype)
 
     def scratch(self, batch: int, count: int) -> kv.Rows:
         """Pending rows to be filled."""

@@ -76,8 +76,11 @@ def _router(first: Method, second: Method, min_tokens: int) -> Method:
         draft, first_state = first.propose(params[0], state.first, context, sampling.fold(keys, 0))
         takes_first = draft.valid.sum(1) > min_tokens  # node 0 is the root
 
+        # A row that has its draft is a finished one to the other arm, whoever stands beside it.
+        left = context._replace(budget=jnp.where(takes_first, 0, context.budget))
+
         def other(inner: PyTree) -> tuple[Draft, PyTree]:
-            found, inner = second.propose(params[1], inner, context, sampling.fold(keys, 1))
+            found, inner = second.propose(params[1], inner, left, sampling.fold(keys, 1))
             return _widened(found, width), inner
 
         def nothing(inner: PyTree) -> tuple[Draft, PyTree]:
@@ -87,7 +90,7 @@ def _router(first: Method, second: Method, min_tokens: int) -> Method:
             parents = trees.chain_parents(*tokens.shape)
             return empty._replace(tokens=tokens, parents=parents, valid=empty.valid.at[:, 0].set(True)), inner
 
-        needed = (~takes_first & (context.budget > 0)).any()
+        needed = (left.budget > 0).any()
         drafted, second_state = jax.lax.cond(needed, other, nothing, state.second)
         return _choose(takes_first, _widened(draft, width), drafted), RouterState(first_state, second_state)
 
@@ -105,7 +108,8 @@ def _router(first: Method, second: Method, min_tokens: int) -> Method:
         )
 
     taps = tuple(sorted({*first.taps, *second.taps}))
-    return Method(init, propose, update, width=width, depth=depth, taps=taps, draws=second.draws)
+    draws = "chosen" if second.draws == "chosen" else "mixed"
+    return Method(init, propose, update, width=width, depth=depth, taps=taps, draws=draws)
 
 
 def router(first: Drafter, second: Drafter, min_tokens: int = 1) -> Drafter:

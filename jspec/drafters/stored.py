@@ -129,7 +129,7 @@ def headed(config: Any, target: HasModel, net: PyTree, ids: Any) -> Weights:
 
 def drafter(stored: Stored, num_tokens: int | None = None, **options: Any) -> Drafter:
     """The drafting method of a stored network; ``options`` as for its kind's factory."""
-    number = num_tokens or stored.num_tokens
+    number = stored.num_tokens if num_tokens is None else num_tokens
     if number is not None:
         options["num_tokens"] = number
     return kinds.find(stored.kind).drafter(stored.network, stored.weights, **options)

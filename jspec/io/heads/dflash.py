@@ -96,7 +96,7 @@ def _layers(raw: Raw, model: HasModel) -> dict[str, Any]:
     return sizes(raw, model) | {"window": window, "causal": bool(sliding if causal is None else causal)}
 
 
-def _small_heads(told: Raw, shapes: Shapes) -> dict[str, Any]:
+def _small_heads(told: Raw) -> dict[str, Any]:
     """DSpark's two."""
     rank = int(told.get("markov_rank") or 0)
     confidence = bool(told.get("enable_confidence_head", False))
@@ -126,7 +126,7 @@ def _config(raw: Raw, shapes: Shapes, model: HasModel) -> BlockConfig:
         taps=_taps([i + 1 for i in outputs], depth),
         qk_norm=True,
         anchor_predicts=_is_dspark(raw),
-        **_small_heads(told, shapes),
+        **_small_heads(told),
         **_head(raw, fields["vocab_size"], shapes),
     )
 
@@ -246,17 +246,15 @@ def _lend(config: BlockConfig, net: PyTree, model: HasModel, raw: Raw) -> Lent:
     same = np.flatnonzero(np.asarray((embedding.astype(mask.dtype) == mask[None]).all(1)))
     told = _mask_id(raw)
     if same.size:
-        return Lent(_mask_raw(raw, told if told is not None and told in same else int(same[0])))
+        return Lent(_mask_raw(told if told is not None and told in same else int(same[0])))
     last = config.vocab_size - 1
     token = told if told is not None else min(getattr(model, "vocab_size", last), last)
-    return Lent(
-        _mask_raw(raw, token), {MASK_FILE: {"embedding": np.asarray(mask), "mask_token_id": int(token)}}
-    )
+    return Lent(_mask_raw(token), {MASK_FILE: {"embedding": np.asarray(mask), "mask_token_id": int(token)}})
 
 
-def _mask_raw(raw: Raw, token: int) -> dict[str, Any]:
+def _mask_raw(token: int) -> dict[str, Any]:
     """Where `_settings` finds it, and where the other programs do."""
-    return {"mask_token_id": token, "dflash_config": {**raw.get("dflash_config", {}), "mask_token_id": token}}
+    return {"mask_token_id": token, "dflash_config": {"mask_token_id": token}}
 
 
 def _num_tokens(raw: Raw) -> dict[str, Any]:
@@ -302,7 +300,7 @@ def _their_config(raw: Raw, shapes: Shapes, model: HasModel) -> BlockConfig:
         taps=_taps(list(need(raw, "aux_hidden_state_layer_ids")), model.lm.config.num_layers),
         qk_norm=True,
         anchor_predicts=_their_anchor(raw),
-        **_small_heads(raw, shapes),
+        **_small_heads(raw),
         head="own",
         draft_vocab=None if columns == fields["vocab_size"] else columns,
     )

@@ -101,7 +101,8 @@ def _table(c: Eagle3Config, first: str = "midlayer") -> Table:
 
 def _raw(c: Eagle3Config, model: HasModel, num_tokens: int) -> dict[str, Any]:
     outputs = [tap - 1 for tap in c.taps]
-    told = {"eagle_config": {IDS: outputs, "use_aux_hidden_state": True}}
+    # SpecForge and SGLang look for outputs in eagle_config, vLLM for inputs beside it.
+    told = {"eagle_config": {IDS: outputs, "use_aux_hidden_state": True}, IDS: list(c.taps)}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **sizes_raw(c, model, "llama"),

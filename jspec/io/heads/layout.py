@@ -332,7 +332,9 @@ def write(
             raise ValueError(f"extras: expected names among {known}, got {name!r}")
     lent = layout.lend(config, weights.net, model, raw or {})
     said = layout.raw(config, model, num_tokens) | {"torch_dtype": str(dtype)}
-    values = {**said, **(raw or {}), **lent.raw}
+    values = {**said, **(raw or {})}
+    for key, value in lent.raw.items():  # a dict adds to what is said under its key
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     made = layout.config(values, {name: x.shape for name, x in tensors.items()}, model)
     if made != config:
         raise ValueError(f"config: the layout {layout.name} cannot say {_difference(config, made)}")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.drafters.model import HasModel
-from jspec.drafters.nets import Network
+from jspec.drafters.nets import Network, rope_base
 
 SAMPLED = 512  # rows of a frozen copy that are compared with the target's
 OFFSETS, MEMBERS = "d2t", "t2d"
@@ -38,31 +38,12 @@ def check_target(source: str, network: Network, model: HasModel) -> None:
 
 def check_theta(source: str, theta: float, model: HasModel) -> None:
     """Refuse a rope base that is not the target's, where the target has one that can be told."""
-    found = rope_theta(model)
+    found = rope_base(model.lm.config)
     if found is not None and abs(theta / found - 1) > 1e-3:
         raise ValueError(
             f"{source}: rope_theta: expected a target of rope_theta {theta:g}, as the head's config says, "
             f"got {found:g} (rope_theta={theta:g} loads it all the same)"
         )
-
-
-def rope_theta(model: HasModel) -> float | None:
-    """The base of a target's rotary positions, from the ratio of its first frequencies, which most scalings
-    leave alone; None without rotary positions, or where their ratios differ.
-
-    >>> from types import SimpleNamespace
-    >>> from jspec.testing import tiny_decoder
-    >>> lm, params = tiny_decoder()
-    >>> round(rope_theta(SimpleNamespace(lm=lm, params=params)))
-    10000
-    """
-    rotary = getattr(model.lm.config, "rotary", None)
-    if rotary is None or len(rotary.frequencies) < 2:
-        return None
-    ratios = np.divide(rotary.frequencies[1:3], rotary.frequencies[: len(rotary.frequencies[1:3])])
-    if np.ptp(ratios) > 1e-4 * ratios[0]:
-        return None
-    return float(ratios[0] ** -len(rotary.frequencies))
 
 
 def of_target(model: HasModel, what: str) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,9 @@ from experiments.stages import Stages, clock
 from training import drafter, metrics, recipe
 
 TEXT = "text"  # the folder of what the target writes and shows, for all methods
+WRITTEN = (
+    Path(__file__).parent / "text"
+)  # answers that come with the project, as `training.generation` keeps them
 
 
 class Point(NamedTuple):
@@ -50,6 +54,9 @@ def train(
     config: Drafters, data: Path, folder: Path, stages: Stages, console: rich.console.Console
 ) -> dict[str, Trained]:
     """Train every method that is not trained yet, each in a folder of its own."""
+    for answers in WRITTEN.iterdir():  # named by a fingerprint of model, prompts and settings
+        if answers.is_dir() and not (folder / TEXT / answers.name).exists():
+            shutil.copytree(answers, folder / TEXT / answers.name)
     found = {}
     for name, settings in config.recipes().items():
         run = folder / name

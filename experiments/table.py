@@ -52,9 +52,13 @@ def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
         raise ValueError(f"drafters: {row.name!r}: the argument {error} is missing") from None
 
 
-def trained(model: jspec.Model, folder: str, **settings: Any) -> Drafter:
+def trained(
+    model: jspec.Model, folder: str, *, router: dict[str, Any] | None = None, **settings: Any
+) -> Drafter:
     """A stored draft network. In ``settings``, which go to its factory, a ``tree`` is given by its
     `drafters.TreeSettings`, a ``template`` by the rank paths of its nodes.
+
+    ``router``: settings of `drafters.suffix`, which rows take where it finds something.
 
     Raises:
         ValueError, FileNotFoundError: see `drafters.load`.
@@ -63,7 +67,8 @@ def trained(model: jspec.Model, folder: str, **settings: Any) -> Drafter:
         settings["tree"] = drafters.TreeSettings(**settings["tree"])
     if "template" in settings:
         settings["template"] = trees.template(tuple(tuple(path) for path in settings["template"]))
-    return drafters.load(folder, model, **settings)
+    found = drafters.load(folder, model, **settings)
+    return found if router is None else drafters.router(drafters.suffix(**router), found)
 
 
 def tokenize(

@@ -76,12 +76,13 @@ def measure(config: Drafter, corpus: recipe.Corpus, *, target: Model | None = No
         ]
 
     begun = drafter.begin(config, target, network, [examples])
+    taught = drafter.with_kernel(target)
     step = seconds_per_step(
         begun.weights.net,
-        drafter.teaching(config, target, network, [examples]),
+        drafter.teaching(config, taught, network, [examples]),
         tokens,
         config.training,
-        frozen=drafter.frozen_of(target, begun.weights),
+        frozen=drafter.frozen_of(taught, begun.weights),
     )
     mean = sum(answers) / len(answers)
     device = jax.local_devices()[0]

@@ -1,11 +1,12 @@
 """The drafter that comes with the package, on the model that it was trained for."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 import jspec
-from jspec import drafters
+from experiments import study, table
 from jspec.drafters import files
 
 pytestmark = pytest.mark.smollm2
@@ -28,6 +29,8 @@ def test_it_foresees_its_target():
     prompt = ["Name three things that a beginner should know about growing tomatoes."]
     options = {"max_new_tokens": 40, "chat": True}
     plain = jspec.generate(model, prompt, **options)
-    out = jspec.generate(model, prompt, drafter=drafters.load("smollm2-135m", model, sample=False), **options)
+    demo = study.load(Path(__file__).parents[1] / "configs" / "demo_smollm2.yaml")
+    (row,) = (row for row in demo.drafters if row.drafter == "trained")
+    out = jspec.generate(model, prompt, drafter=table.build(row, model).drafter, **options)
     assert out.tokens == plain.tokens
     assert out.stats.mean_accepted_length > 1.3

@@ -70,7 +70,7 @@ def a_masked(**settings) -> Callable[[Tiny], Network]:
 
     def network(model: Tiny) -> Network:
         target = model.lm.config
-        shape = {"width": target.width, "vocab_size": target.vocab_size, "num_tokens": NUM_TOKENS}
+        shape = {"vocab_size": target.vocab_size, "num_tokens": NUM_TOKENS}
         shape["lm"] = dataclasses.replace(target, num_layers=1)
         return drafters.masked_network(drafters.MaskedConfig(**(shape | settings)))
 

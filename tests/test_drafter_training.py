@@ -424,3 +424,60 @@ def test_wrong_settings(tmp_path):
         patch.setitem(kinds.KINDS, "linear", plain)
         with pytest.raises(ValueError, match=r"loss\.regression: expected 0 for a drafter of kind 'linear'"):
             drafter.network_of(settings(), target())
+
+
+MASKED = {"kind": "masked", "network": {"num_tokens": 3}, "head": "own", "draft_vocab": None}
+MASKED |= {"loss": {"terms": [{"loss": "forward_kl"}]}}
+
+
+@pytest.mark.slow
+def test_a_masked_network_begins_as_some_of_the_target_s_layers(tmp_path, no_generation):
+    """It learns, is stored, and drafts."""
+    optimizer = {"learning_rate": 0.003}
+    training = {"steps": 24, "optimizer": optimizer, "evaluate_every": 8, "checkpoint_every": 24}
+    config = settings(**MASKED, model={"layers": [1]}, training=training)
+    model = drafter.model_of(config, target())
+    network = drafter.network_of(config, target(), model)
+    begun = drafter.begin(config, target(), network, [EXAMPLES], model=model)
+    before = begun.weights.net["lm"]["layers"][0]["mlp"]["up"]["kernel"]
+    np.testing.assert_array_equal(before, target().params["layers"][1]["mlp"]["up"]["kernel"])
+    found = drafter.run(config, CORPUS, tmp_path / "run", target=target())
+    lines = [line for line in metrics.read(tmp_path / "run" / metrics.FILE) if "tau_0" in line]
+    assert lines[-1]["alpha_1"] > lines[0]["alpha_1"]
+    again = stored.load(tmp_path / "run", target())
+    assert again.network.config == found.network.config
+    prompts = [e.source for e in EXAMPLES[:3]]
+    plain = jspec.generate(target(), prompts, max_new_tokens=8)
+    drafted = jspec.generate(target(), prompts, drafter=stored.drafter(again), max_new_tokens=8)
+    assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.slow
+def test_a_masked_network_serves_targets_of_any_width(tmp_path):
+    lm, params = tiny_decoder(vocab_size=VOCAB, width=48)
+    wide = jspec.Model(lm, params, eos=(END,), vocab_size=VOCAB - 2)
+    network = drafter.network_of(
+        config := settings(**MASKED, model={"layers": [0]}), target(), drafter.model_of(config, target())
+    )
+    stored.save(tmp_path, "masked", network.config, nets.Weights(network.init(jax.random.key(0))))
+    found = stored.drafter(stored.load(tmp_path, wide), 3)
+    plain = jspec.generate(wide, [[3, 4]], max_new_tokens=6)
+    assert jspec.generate(wide, [[3, 4]], drafter=found, max_new_tokens=6).tokens == plain.tokens
+
+
+def test_which_language_model_a_masked_network_is():
+    for changes, message in (
+        ({"model": {"layers": [0]}}, "model: expected none for a drafter of kind 'linear', got one"),
+        ({**MASKED, "model": {"layers": [0]}, "init": "x"}, "model: expected none with init"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            settings(**changes)
+    for changes, message in (
+        ({"model": {"layers": [2]}}, r"layers: expected indices in 0 \.\. 1, got \[2\]"),
+        ({"model": {"architecture": {"kind": "decoder", "widht": 8}}}, r"model\.architecture"),
+        ({"model": {"layers": [0]}, "network": {"lm": {}}}, r"network\.lm: expected none, it is that of"),
+        ({}, "network: lm: Field required"),
+    ):
+        config = settings(**(MASKED | changes))
+        with pytest.raises(ValueError, match=message):
+            drafter.network_of(config, target(), drafter.model_of(config, target()))

@@ -195,7 +195,7 @@ def run(
     if recipe.open_folder(output, config, inputs):
         return load(output, mesh=mesh)
     with parallel.on_host(mesh):
-        drafter = _start(config.drafter, target, settings.seed, drafter)
+        drafter = begin(config.drafter, target, settings.seed, drafter)
     recipe.describe(output, drafter)
     target = recipe.on_mesh(mesh, target)
     encode = functools.partial(
@@ -250,9 +250,15 @@ def run(
     return load(output, mesh=mesh)
 
 
-def _start(config: Drafter, target: Model, seed: int, loaded: Model | None) -> Model:
+def begin(
+    config: Drafter, target: Model, seed: int, loaded: Model | None = None, name: str = "drafter"
+) -> Model:
     """The drafter before the first step, ``loaded`` where it is a checkpoint; it begins and ends answers as
-    the target does, and never emits what the target does not: it does not learn about that."""
+    the target does, and never emits what the target does not: it does not learn about that.
+
+    Raises:
+      ValueError: a wrong architecture, layers that the target lacks; ``name`` is the setting's.
+    """
     if loaded is not None:
         return dataclasses.replace(
             loaded,
@@ -267,10 +273,10 @@ def _start(config: Drafter, target: Model, seed: int, loaded: Model | None) -> M
         )
     else:
         values = {"vocab_size": target.lm.config.vocab_size} | (config.architecture or {})
-        architecture = orbax.architecture(values, "drafter.architecture")
+        architecture = orbax.architecture(values, f"{name}.architecture")
         params = init.random(architecture, jax.random.key(seed))
     if isinstance(architecture, models.Seq2SeqConfig) != bool(target.decoder_start):
-        raise ValueError("drafter.architecture.kind: expected the target's, got another")
+        raise ValueError(f"{name}.architecture.kind: expected the target's, got another")
     return dataclasses.replace(target, lm=models.language_model(architecture), params=params, name="drafter")
 
 

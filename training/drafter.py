@@ -21,7 +21,7 @@ from jspec.drafters import kinds, nets, stored
 from jspec.drafters.nets import HeadKind, Network, Text, Weights
 from jspec.drafters.stored import Stored
 from jspec.types import PyTree
-from training import recipe, text
+from training import distill, recipe, text
 from training.buckets import choose_edges
 from training.config import Batching, Count, Strict, Training
 from training.data import Batch, Example, Limits, Mixture, widths
@@ -41,6 +41,8 @@ class Drafter(Strict):
     ``network`` holds settings of the kind's config (`jspec.drafters.kinds`). ``head`` is the target's, rows
     of it (frozen), or the network's own (trained, from these rows on); with ``draft_vocab`` its columns are
     the so many most frequent tokens of the training answers. ``init`` names a stored drafter to go on from.
+    A ``masked`` network is a language model of its own: ``model`` says which, and what it begins as; with
+    ``init``, ``network`` has its architecture, ``lm``.
 
     At every step ``anchors`` places of each sequence are drawn (None: all), and from each the network is
     taught ``num_tokens`` laws. With ``features`` what the target shows of all training text lies on the disk,
@@ -56,6 +58,7 @@ class Drafter(Strict):
     target: str | None = None  # for the command line
     kind: str
     network: dict[str, Any] = pydantic.Field(default={})
+    model: distill.Drafter | None = None  # of ``kind: masked``
     head: HeadKind = "target"
     draft_vocab: Count | None = None
     init: str | None = None
@@ -77,6 +80,10 @@ class Drafter(Strict):
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Drafter:
         kinds.find(self.kind)
+        if self.model is not None and self.kind != "masked":
+            raise ValueError(f"model: expected none for a drafter of kind {self.kind!r}, got one")
+        if self.model is not None and self.init is not None:
+            raise ValueError("model: expected none with init (network.lm is its architecture), got one")
         if self.head == "rows" and self.draft_vocab is None:
             raise ValueError("draft_vocab: expected a number of tokens with head: rows, got None")
         if self.head == "target" and self.draft_vocab is not None:
@@ -199,7 +206,8 @@ def run(
     """
     output, settings = Path(output), config.training
     target = target_of(config, target)
-    network = network_of(config, target)
+    model = model_of(config, target)
+    network = network_of(config, target, model)
     before = None if config.init is None else stored.load(config.init, target)
     inputs = {
         "recipe": "drafter",
@@ -208,6 +216,8 @@ def run(
         "target": recipe.model_fingerprint(target.lm.config, target.params),
         "speech": recipe.speech_fingerprint(target),
     }
+    if config.model is not None and model is not None and config.model.checkpoint is not None:
+        inputs["model"] = recipe.model_fingerprint(model.lm.config, model.params)
     if before is not None:
         inputs["init"] = recipe.model_fingerprint(before.network.config, before.weights.net)
     finished = recipe.open_folder(output, config, inputs)
@@ -218,7 +228,7 @@ def run(
     )
     examples = encoded(config, target, corpus.train, "train")
     parts = [text.chosen(source, examples, target, writing, console=console) for source in config.sources]
-    begun = begin(config, target, network, parts, before)
+    begun = begin(config, target, network, parts, before, model)
     _tell(console, parts, begun)
 
     def shown(batches: Any, part: Sequence[Example]) -> Any:
@@ -269,15 +279,36 @@ def target_of(config: Drafter, target: Model | None) -> Model:
     return target
 
 
-def network_of(config: Drafter, target: Model) -> Network:
-    """The network that a configuration describes.
+def model_of(config: Drafter, target: Model) -> Model | None:
+    """The language model that a ``masked`` network is, before the first step.
+
+    Raises:
+      ValueError: one of another kind or vocabulary than the target's.
+    """
+    if config.model is None:
+        return None
+    loaded = None
+    if config.model.checkpoint is not None:
+        loaded = load(config.model.checkpoint)
+        recipe.check_kind("model.checkpoint", target, loaded)
+        recipe.check_vocabulary("model.checkpoint", target, loaded)
+    return distill.begin(config.model, target, config.training.seed, loaded, "model")
+
+
+def network_of(config: Drafter, target: Model, model: Model | None = None) -> Network:
+    """The network that a configuration describes; ``model``: see `model_of`.
 
     Raises:
       ValueError: wrong settings, a layer that the target lacks, a loss that the network has nothing for, or
         features for one that needs the target itself.
     """
+    settings = dict(config.network)
+    if model is not None:
+        if "lm" in settings:
+            raise ValueError("network.lm: expected none, it is that of model")
+        settings["lm"] = dataclasses.asdict(model.lm.config)
     architecture = kinds.configure(
-        config.kind, config.network, target.lm.config, head=config.head, draft_vocab=config.draft_vocab
+        config.kind, settings, target.lm.config, head=config.head, draft_vocab=config.draft_vocab
     )
     network = kinds.find(config.kind).network(architecture)
     layers = target.lm.config.num_layers
@@ -304,15 +335,15 @@ def _rehearse(config: Drafter, target: Model, network: Network) -> None:
     Raises:
       ValueError: more tokens than it drafts, or a loss for which it has no output.
     """
-    c, dtype = network.config, nets.dtype_of(target.lm, target.params)
+    width, dtype = target.lm.config.width, nets.dtype_of(target.lm, target.params)
     run = network.teach if network.details is None else network.details
 
     def rehearsal(params: PyTree) -> Any:
         net = models.cast(network.init(jax.random.key(0)), config.training.dtype)
-        head = jnp.zeros((c.width, config.draft_vocab), dtype) if config.head == "rows" else None
+        head = jnp.zeros((width, config.draft_vocab), dtype) if config.head == "rows" else None
         ids = None if config.draft_vocab is None else jnp.arange(config.draft_vocab, dtype=jnp.int32)
         tokens, length = jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4, jnp.int32)
-        hidden = jnp.zeros((1, 4, c.width), dtype)
+        hidden = jnp.zeros((1, 4, width), dtype)
         source = (tokens, length) if target.decoder_start else (None, None)
         given = Text(tokens, length, tokens, hidden, dict.fromkeys(network.taps, hidden), *source)
         return run(Weights(net, head, ids), target.lm, params, given, config.num_tokens)
@@ -372,8 +403,9 @@ def begin(
     network: Network,
     parts: Sequence[Sequence[Example]],
     before: Stored | None = None,
+    model: Model | None = None,
 ) -> Beginning:
-    """Weights before the first step: random, or those of ``before``.
+    """Weights before the first step: random, those of ``before``, or of ``model`` (`model_of`).
 
     Raises:
       ValueError: ``before`` is another network.
@@ -388,7 +420,9 @@ def begin(
         every = [example for part in parts for example in part]
         ids, coverage = draft_vocabulary(every, config.draft_vocab, target.vocab_size)
     net = models.cast(network.init(jax.random.key(config.training.seed)), "float32")
-    if config.head == "own" and "head" in net:  # a language model of its own has it elsewhere
+    if model is not None:
+        net = {**net, "lm": models.cast(model.params, "float32")}
+    elif config.head == "own":
         columns = np.arange(target.lm.config.vocab_size, dtype=np.int32) if ids is None else ids
         with contextlib.suppress(ValueError):  # the target's head is no kernel: its own stays random
             rows = nets.rows_of_head(target.lm, target.params, jnp.asarray(columns))

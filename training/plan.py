@@ -47,7 +47,8 @@ def measure(config: Drafter, corpus: recipe.Corpus, *, target: Model | None = No
     ``max_new_tokens``. Learning rates play no part, nor does what is on the disk.
     """
     target = drafter.target_of(config, target)
-    network = drafter.network_of(config, target)
+    model = drafter.model_of(config, target)
+    network = drafter.network_of(config, target, model)
     examples = drafter.encoded(config, target, corpus.train[:EXAMPLES], "train")
     examples = [Example(e.source, e.target[: config.max_new_tokens]) for e in examples]
     generation = _generation(config, target, examples)
@@ -75,7 +76,7 @@ def measure(config: Drafter, corpus: recipe.Corpus, *, target: Model | None = No
             batch._replace(features=shown[..., columns]) for batch, shown in zip(tokens, found, strict=True)
         ]
 
-    begun = drafter.begin(config, target, network, [examples])
+    begun = drafter.begin(config, target, network, [examples], model=model)
     taught = drafter.with_kernel(target)
     step = seconds_per_step(
         begun.weights.net,

@@ -118,14 +118,16 @@ def configure(
     """The config of a network for a target, from plain values (lists are read as tuples).
 
     Args:
-      target: the target's config; width and vocabulary are its.
+      target: the target's config; width (of a network that reads it) and vocabulary are its.
     Raises:
       ValueError: an unknown kind or setting, or a wrong one; one line.
     """
     for key in (*OF_THE_TARGET, "head", "draft_vocab"):
         if key in settings:
             raise ValueError(f"network.{key}: expected none, it is {_whose(key)}")
-    own = {"width": target.width, "vocab_size": target.vocab_size, "head": head, "draft_vocab": draft_vocab}
+    fields = {field.name for field in dataclasses.fields(find(name).config)}
+    own = {key: getattr(target, key) for key in OF_THE_TARGET if key in fields}
+    own |= {"head": head, "draft_vocab": draft_vocab}
     return build(name, {**find(name).defaults(target), **settings, **own})
 
 

@@ -37,8 +37,7 @@ class MaskedConfig:
     PARD: a decoder, ``causal``. SpecDec: an encoder-decoder with an encoder of its own, not ``causal``.
     """
 
-    width: int  # E, the target's; not used, for nothing of the target is read
-    vocab_size: int  # V, the target's; that of `lm` may be padded otherwise
+    vocab_size: int  # V, the target's; that of `lm` may be padded otherwise. Its width may be any
     lm: Config
     num_tokens: int = 8  # K, the most a round drafts; with a shared mask any number goes
     shared_mask: bool = True  # one trained vector for all places; else K - 1
@@ -47,7 +46,7 @@ class MaskedConfig:
     draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("width", "vocab_size", "num_tokens"):
+        for name in ("vocab_size", "num_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected a number >= 1, got {getattr(self, name)}")
         if self.head != "own":

@@ -91,7 +91,8 @@ def load(folder: str | Path, target: HasModel) -> Stored:
         ) from None
     config = kinds.build(kind, settings, f"{folder / CONFIG}: config")
     for name in kinds.OF_THE_TARGET:
-        mine, its = getattr(config, name), getattr(target.lm.config, name)
+        its = getattr(target.lm.config, name)
+        mine = getattr(config, name, its)  # a language model of its own has a width of its own
         if mine != its:
             raise ValueError(f"{folder}: made for a target of {name} {mine}, got one of {its}")
     network = kinds.find(kind).network(config)

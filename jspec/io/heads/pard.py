@@ -88,9 +88,7 @@ def read(folder: Path, model: HasModel, dtype: DTypeLike | None = None) -> Check
     vocabulary, own = getattr(model, "vocabulary", None), tokenizers.from_folder(folder)
     if vocabulary is not None and own is not None:
         tokenizers.check_vocabularies(vocabulary, own.vocabulary)
-    network = masked_network(
-        MaskedConfig(width=model.lm.config.width, vocab_size=theirs, lm=config, num_tokens=NUM_TOKENS)
-    )
+    network = masked_network(MaskedConfig(vocab_size=theirs, lm=config, num_tokens=NUM_TOKENS))
     net = {"lm": params, "masks": _row(config, params["embedding"], token)}
     return Checkpoint(PARD, network, Weights(net), raw)
 

@@ -119,6 +119,20 @@ def test_a_run_learns_and_writes_its_curve(trained):
     jax.tree.map(np.testing.assert_array_equal, again.weights, found.weights)
 
 
+def test_the_accuracies_of_its_choices_are_stored(trained):
+    """Those of first choices are what the curve says at its end; ranks share what is right."""
+    found, run = trained
+    again = stored.load(run, target()).accuracies
+    assert again is not None
+    np.testing.assert_allclose(again, found.accuracies, atol=1e-4)
+    (*_, last) = (line for line in metrics.read(run / metrics.FILE) if "tau_0" in line)
+    assert again[0][0] == pytest.approx(last["accepted_1"], abs=1e-4)
+    assert np.shape(again) == (3, drafter.RANKS)
+    assert (np.sum(again, axis=1) <= 1 + 1e-3).all()
+    with pytest.raises(ValueError, match="num_nodes: expected none for 'linear', which drafts no static"):
+        stored.drafter(found, num_nodes=4)
+
+
 def test_a_run_goes_on_exactly(trained, tmp_path, monkeypatch, no_generation):
     """Interrupted between two checkpoints: same losses, same curve, same weights."""
     whole, folder = trained

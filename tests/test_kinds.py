@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import drafters
-from jspec.drafters import kinds, stored
+from jspec import drafters, trees
+from jspec.drafters import kinds, nets, stored
 from jspec.models.rotary import rotary
 from jspec.testing import tiny_decoder
 from training import config as configs
@@ -137,3 +137,21 @@ def test_every_kind_is_configured_by_its_target():
     # These are trained in tests of their own.
     elsewhere = {"masked", "glide", "assistant", "pass", "bita"}
     assert kinds.KINDS.keys() == CASES.keys() | elsewhere
+
+
+def test_a_static_tree_grows_from_the_accuracies_that_are_stored(tmp_path):
+    accuracies = [[0.5, 0.2, 0.1], [0.3, 0.2, 0.1], [0.1, 0.1, 0.1]]
+    network = drafter.network_of(settings("medusa"), target())
+    ids = np.arange(16, dtype=np.int32)
+    weights = nets.Weights(network.init(jax.random.key(0)), ids=jax.numpy.asarray(ids))
+    stored.save(tmp_path, "medusa", network.config, weights, num_tokens=3, accuracies=accuracies)
+    found = drafters.load(tmp_path, target(), num_nodes=5)
+    assert (
+        found.method == drafters.heads(network, weights, template=trees.grow(np.array(accuracies), 5)).method
+    )
+    assert (found.method.width, found.method.depth) == (5, 2)
+    with pytest.raises(ValueError, match="num_tokens: expected None with a template"):
+        drafters.load(tmp_path, target(), num_nodes=5, num_tokens=2)
+    stored.save(tmp_path, "medusa", network.config, weights, num_tokens=3)
+    with pytest.raises(ValueError, match="num_nodes: expected none, for no accuracies are stored"):
+        drafters.load(tmp_path, target(), num_nodes=5)

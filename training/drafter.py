@@ -29,10 +29,11 @@ from training.draft_loss import DraftLoss
 from training.features import Precision, Shown
 from training.lock import alone
 from training.loop import fit
-from training.teaching import Teaching, simulate
+from training.teaching import Teaching, accuracies, simulate
 
 EVALUATION_SEED = 2**31
 TEMPERATURES = (0.0, 1.0)  # of the held-out texts
+RANKS = 10  # of a drafter's choices, whose accuracies are stored with it
 
 
 class Drafter(Strict):
@@ -240,6 +241,15 @@ def run(
 
     texts = Batchwise(config, parts, target, shown)
     validation = encoded(config, target, corpus.validation[: config.validation_examples], "validation")
+    held_out = [
+        recipe.held_out(
+            text.answered(target, validation, writing, temperature, EVALUATION_SEED, console=console),
+            config.batching,
+            config.training,
+            target.decoder_start,
+        )
+        for temperature in TEMPERATURES  # a seed of its own: training may see the same sources
+    ]
     taught = with_kernel(target)
     objective = teaching(config, taught, network, parts)
     frozen = frozen_of(taught, begun.weights)
@@ -250,13 +260,18 @@ def run(
         settings,
         output,
         frozen=frozen,
-        evaluate=_evaluation(config, target, objective, frozen, validation, writing, texts, console),
+        evaluate=_evaluation(config, objective, frozen, held_out, texts),
         console=console,
     )
     weights = begun.weights._replace(net=params)
+    ranks = min(RANKS, network.config.vocab_size if begun.weights.ids is None else len(begun.weights.ids))
+    right = accuracies(
+        objective, params, frozen, held_out[0], number=ranks, dtype=config.training.dtype
+    ).tolist()
     about = None if config.target is None else {"target": config.target}
-    stored.save(output, config.kind, network.config, weights, num_tokens=config.num_tokens, about=about)
-    return Stored(config.kind, network, weights, config.num_tokens)
+    told = {"num_tokens": config.num_tokens, "accuracies": right}
+    stored.save(output, config.kind, network.config, weights, **told, about=about)
+    return Stored(config.kind, network, weights, **told)
 
 
 def _tell(console: rich.console.Console | None, parts: Sequence[Sequence[Example]], begun: Beginning) -> None:
@@ -442,21 +457,9 @@ def _coverage(parts: Sequence[Sequence[Example]], ids: Array | None) -> float:
 
 
 def _evaluation(
-    config: Drafter,
-    target: Model,
-    objective: Teaching,
-    frozen: PyTree,
-    validation: list[Example],
-    writing: text.Writing,
-    texts: Batchwise,
-    console: rich.console.Console | None,
+    config: Drafter, objective: Teaching, frozen: PyTree, held_out: Sequence[Sequence[Any]], texts: Batchwise
 ) -> Callable[[PyTree], dict[str, float]]:
-    """A point of the learning curve, from params."""
-    shapes = (config.batching, config.training, target.decoder_start)
-    held_out = []
-    for temperature in TEMPERATURES:  # a seed of its own: training may see the same sources
-        written = text.answered(target, validation, writing, temperature, EVALUATION_SEED, console=console)
-        held_out.append(recipe.held_out(written, *shapes))
+    """A point of the learning curve, from params. ``held_out``: greedy and sampled texts."""
 
     def evaluate(params: PyTree) -> dict[str, float]:
         greedy, sampled = (

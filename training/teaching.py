@@ -116,6 +116,37 @@ def _sums(
     return {name: value.astype(jnp.float32).sum((0, 1)) for name, value in found.items()}
 
 
+@functools.partial(jax.jit, static_argnames=("objective", "number", "dtype"))
+def _ranked(
+    params: PyTree, frozen: PyTree, batch: PyTree, *, objective: Teaching, number: int, dtype: str
+) -> tuple[Float[Array, "K R"], Float[Array, " K"]]:
+    """How often the target's first choice is the network's r-th, and of how many."""
+    known, logits, _ = objective.taught(models.cast(params, dtype), frozen, batch, jax.random.key(0))
+    tokens = jax.lax.top_k(logits, number)[1]
+    if frozen["ids"] is not None:
+        tokens = frozen["ids"][tokens]
+    right = known.exists[..., None] & (tokens == known.best[..., None])
+    return right.astype(jnp.float32).sum((0, 1)), known.exists.astype(jnp.float32).sum((0, 1))
+
+
+def accuracies(
+    objective: Teaching,
+    params: PyTree,
+    frozen: PyTree,
+    batches: Sequence[Any],
+    *,
+    number: int = 10,
+    dtype: str = "float32",
+) -> Float[np.ndarray, "K R"]:
+    """By depth, the shares of anchors where the target's first choice is the network's r-th, r = 1 ..
+    ``number``: what `jspec.trees.grow` makes a static tree from."""
+    parts = [
+        _ranked(params, frozen, batch, objective=objective, number=number, dtype=dtype) for batch in batches
+    ]
+    right, exists = (np.sum(values, axis=0) for values in zip(*jax.device_get(parts), strict=True))
+    return right / np.maximum(exists, 1)[:, None]
+
+
 def simulate(
     objective: Teaching, params: PyTree, frozen: PyTree, batches: Sequence[Any], *, dtype: str = "float32"
 ) -> dict[str, float]:

@@ -74,7 +74,8 @@ def load(
       rope_theta: the base of a public drafter's rotary positions, where it is right that it differs from the
         target's.
       settings: of the drafting method (``num_tokens``, ``sample``, ``proceed``, ``tree``, ...), instead of
-        what the checkpoint proposes.
+        what the checkpoint proposes. ``num_nodes`` of heads that were trained here: the best static tree of
+        so many nodes by the accuracies that their training saw.
     Raises:
       FileNotFoundError: nothing there.
       ValueError: a broken checkpoint, or one for another target: missing, left-over or misshapen tensors,
@@ -84,7 +85,7 @@ def load(
     raw = hf.read_json(folder / stored.CONFIG)
     model = _target(folder, raw) if model is None else model
     wanted: DTypeLike = jax.tree.leaves(model.params)[0].dtype if dtype is None else dtype
-    shaped = "tree" in settings or "template" in settings  # these have a depth of their own
+    shaped = {"tree", "template", "num_nodes"} & settings.keys()  # these have a depth of their own
     if _is_ours(raw):
         found = stored.load(folder, model)
         check_target(str(folder), found.network, model)

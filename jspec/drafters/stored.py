@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from jspec import trees
 from jspec.drafters import kinds, nets
 from jspec.drafters.model import HasModel
 from jspec.drafters.nets import Network, Weights
@@ -26,12 +28,14 @@ CONFIG, TENSORS = "config.json", "model.safetensors"
 
 
 class Stored(NamedTuple):
-    """A draft network as it lies in a folder. ``num_tokens``: how far it was trained to draft."""
+    """A draft network as it lies in a folder. ``num_tokens``: how far it was trained to draft;
+    ``accuracies`` [K, R]: how often its r-th choice at depth k was seen to be the target's first."""
 
     kind: str
     network: Network
     weights: Weights
     num_tokens: int | None
+    accuracies: list[list[float]] | None = None
 
 
 def save(
@@ -41,6 +45,7 @@ def save(
     weights: Weights,
     *,
     num_tokens: int | None = None,
+    accuracies: Sequence[Sequence[float]] | None = None,
     dtype: DTypeLike | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> None:
@@ -67,6 +72,8 @@ def save(
     save_file(tensors, unfinished)
     unfinished.replace(folder / TENSORS)
     values = {"kind": kind, "config": dataclasses.asdict(config), "num_tokens": num_tokens}
+    if accuracies is not None:
+        values["accuracies"] = [[round(value, 4) for value in depth] for depth in accuracies]
     if about is not None:
         values["about"] = dict(about)
     orbax.write_json(folder / CONFIG, values)
@@ -102,7 +109,8 @@ def load(folder: str | Path, target: HasModel) -> Stored:
         raise ValueError(f"{folder / TENSORS}: {error}") from None
     ids = tensors.pop("ids", None)
     net = _filled(jax.eval_shape(network.init, jax.random.key(0)), tensors, str(folder / TENSORS))
-    return Stored(kind, network, headed(config, target, net, ids), values.get("num_tokens"))
+    weights = headed(config, target, net, ids)
+    return Stored(kind, network, weights, values.get("num_tokens"), values.get("accuracies"))
 
 
 def _filled(abstract: PyTree, tensors: dict[str, np.ndarray], source: str) -> PyTree:
@@ -128,9 +136,26 @@ def headed(config: Any, target: HasModel, net: PyTree, ids: Any) -> Weights:
     return Weights(net, head, ids)
 
 
-def drafter(stored: Stored, num_tokens: int | None = None, **options: Any) -> Drafter:
-    """The drafting method of a stored network; ``options`` as for its kind's factory."""
-    number = stored.num_tokens if num_tokens is None else num_tokens
-    if number is not None:
-        options["num_tokens"] = number
-    return kinds.find(stored.kind).drafter(stored.network, stored.weights, **options)
+def drafter(
+    stored: Stored, num_tokens: int | None = None, *, num_nodes: int | None = None, **options: Any
+) -> Drafter:
+    """The drafting method of a stored network; ``options`` as for its kind's factory.
+
+    ``num_nodes``: draft the static tree of so many nodes, root included, that the accuracies seen in training
+    make the best (`trees.grow`).
+
+    Raises:
+      ValueError: a kind that drafts no static trees, accuracies that were not stored, or a wrong option.
+    """
+    factory = kinds.find(stored.kind).drafter
+    if num_nodes is not None:
+        if "template" not in inspect.signature(factory).parameters:
+            raise ValueError(f"num_nodes: expected none for {stored.kind!r}, which drafts no static trees")
+        if stored.accuracies is None:
+            raise ValueError("num_nodes: expected none, for no accuracies are stored; give a template")
+        options["template"] = trees.grow(np.asarray(stored.accuracies), num_nodes)
+    elif num_tokens is None:
+        num_tokens = stored.num_tokens
+    if num_tokens is not None:
+        options["num_tokens"] = num_tokens
+    return factory(stored.network, stored.weights, **options)

@@ -19,6 +19,8 @@ from jspec.text import named_drafter
 from jspec.types import Drafter
 from training import recipe
 
+PROCEED = {"confidence": drafters.confidence, "entropy_bound": drafters.entropy_bound}  # by name
+
 
 def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
     """The drafter, verifier and widths that a row names.
@@ -56,7 +58,8 @@ def trained(
     model: jspec.Model, folder: str, *, router: dict[str, Any] | None = None, **settings: Any
 ) -> Drafter:
     """A stored draft network. In ``settings``, which go to its factory, a ``tree`` is given by its
-    `drafters.TreeSettings`, a ``template`` by the rank paths of its nodes.
+    `drafters.TreeSettings`, a ``template`` by the rank paths of its nodes, and ``proceed`` by its rule and
+    threshold, ``{confidence: 0.5}``.
 
     ``router``: settings of `drafters.suffix`, which rows take where it finds something.
 
@@ -67,8 +70,20 @@ def trained(
         settings["tree"] = drafters.TreeSettings(**settings["tree"])
     if "template" in settings:
         settings["template"] = trees.template(tuple(tuple(path) for path in settings["template"]))
+    if "proceed" in settings:
+        settings["proceed"] = _proceed(settings["proceed"])
     found = drafters.load(folder, model, **settings)
     return found if router is None else drafters.router(drafters.suffix(**router), found)
+
+
+def _proceed(given: Any) -> Any:
+    """The stopping rule of a row."""
+    if not isinstance(given, dict) or len(given) != 1:
+        raise ValueError(f"proceed: expected a rule and its threshold, got {given}")
+    ((name, threshold),) = given.items()
+    if name not in PROCEED:
+        raise ValueError(f"proceed: expected one of {', '.join(PROCEED)}, got {name}")
+    return PROCEED[name](threshold)
 
 
 def tokenize(

@@ -143,6 +143,15 @@ def test_trees_of_a_trained_row(tmp_path):
         assert built.widths[-1] == 4
         expected = generate(target(), [[4, 2, 5]], max_new_tokens=8).tokens
         assert generate(target(), [[4, 2, 5]], max_new_tokens=8, drafter=built.drafter).tokens == expected
-    wrong = {"folder": str(tmp_path / "dynamic"), "tree": {"nodes": 4}}
-    with pytest.raises(ValueError, match=r"drafters: 'x': .*nodes"):
-        table.build(config.Row(name="x", drafter="trained", arguments=wrong), target())
+    for name, settings, message in (
+        ("dynamic", {"tree": {"nodes": 4}}, "nodes"),
+        ("static", {"proceed": {"confident": 0.5}}, "proceed: expected one of confidence, entropy_bound"),
+        ("static", {"proceed": 0.5}, "proceed: expected a rule and its threshold, got 0.5"),
+    ):
+        wrong = {"folder": str(tmp_path / name), **settings}
+        with pytest.raises(ValueError, match=f"drafters: 'x': .*{message}"):
+            table.build(config.Row(name="x", drafter="trained", arguments=wrong), target())
+    stops = {"folder": str(tmp_path / "static"), "num_tokens": 2, "proceed": {"confidence": 1.5}}
+    built = table.build(config.Row(name="x", drafter="trained", arguments=stops), target())
+    never = generate(target(), [[4, 2, 5]], max_new_tokens=8, drafter=built.drafter)
+    assert never.stats.mean_accepted_length == 1

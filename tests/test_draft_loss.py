@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.drafters import nets
 from jspec.testing import tiny_decoder
 from training import anchors, losses
 from training.draft_loss import DraftLoss, Known, Term, Weighting, acceptance
+from training.laws import laws_of
 
 # One sequence, two anchors, two depths; the second anchor's answer ends after one token. The drafter has two
 # columns; the last number of a law is the mass of all other tokens.
@@ -189,8 +191,10 @@ def test_anchors_are_a_sample_of_the_answer():
     assert exists[:, 0].tolist() == [[True, True, False], [True, False, False], [False] * 3]
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_the_target_s_laws_are_those_of_its_forward(reduced, monkeypatch):
+@pytest.mark.parametrize(
+    ("reduced", "stored"), [(False, False), (True, False), (True, True)], ids=["whole", "reduced", "stored"]
+)
+def test_the_target_s_laws_are_those_of_its_forward(reduced, stored, monkeypatch):
     monkeypatch.setattr(anchors, "ROWS", 3)
     lm, params = tiny_decoder(vocab_size=13)
     random = np.random.default_rng(0)
@@ -198,12 +202,14 @@ def test_the_target_s_laws_are_those_of_its_forward(reduced, monkeypatch):
     labels = random.integers(0, 11, (2, 7)).astype(np.int32)
     weights = np.array([[0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0]], np.float32)
     ids = np.array([2, 3, 5, 8], np.int32) if reduced else None
+    kernel = nets.rows_of_head(lm, params, jnp.asarray(ids)) if stored else None
     chosen = np.array([[1, 3], [-1, 4]], np.int32)
 
     @jax.jit
     def look(params, hidden):
         at, exists = anchors.places(chosen, weights, 2)
-        found = anchors.look(lm, params, hidden, jnp.asarray(labels), at, exists, ids, 11, 4)
+        kept = (laws_of(params, hidden, lm=lm, vocab_size=11), kernel) if stored else ()
+        found = anchors.look(lm, params, hidden, jnp.asarray(labels), at, exists, ids, 11, 4, (), *kept)
         return at, found, lm.head(params, hidden)[..., :11]  # two are padding
 
     at, found, logits = jax.device_get(look(params, hidden))

@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.models.layers import wide_product
 from jspec.types import LanguageModel, PyTree
+from training.data import Laws
 from training.draft_loss import Known
 from training.forward import possible
 
 ROWS = 256  # of the target's head at a time, where only some columns are kept
+RESOLUTION = 1e-6  # of a probability that is what others leave of 1
 
 
 def sample(key: jax.Array, weights: Float[Array, "B T"], number: int) -> Int[Array, "B A"]:
@@ -54,11 +57,13 @@ def look(
     vocab_size: int,
     longest: int,
     banned: tuple[int, ...] = (),
+    laws: Laws | None = None,
+    kernel: Float[Array, "E Vd"] | None = None,
 ) -> Known:
     """What the target says at ``at``, without gradient.
 
     Anchors share places: each is run through the head once, and of a reduced vocabulary only its columns
-    outlive a block of `ROWS` of them.
+    outlive a block of `ROWS` of them. With ``laws`` and ``kernel`` only these columns are computed.
 
     Args:
       hidden: what the head reads; the law of token t + 1 is made from ``hidden[:, t]``, which is
@@ -67,6 +72,8 @@ def look(
       vocab_size, banned: tokens, and those of them that the target never emits; logits of others are no part
         of a law.
       longest: the most places of a row that exist.
+      laws, kernel: what is known of the whole laws at ``labels``, and the target's head of ``ids``; of both
+        or neither.
     """
     batch, width, size = hidden.shape
     rows = jnp.arange(batch)[:, None]
@@ -82,6 +89,14 @@ def look(
         columns = possible(target.head(target_params, read), vocab_size, banned)
         best = columns.argmax(-1).astype(jnp.int32)
         column = jnp.arange(vocab_size, dtype=jnp.int32)
+    elif laws is not None and kernel is not None:
+        columns = wide_product(read, kernel)
+        if banned:
+            columns = jnp.where(jnp.isin(ids, jnp.array(banned)), -jnp.inf, columns)
+        whole, best = (jnp.asarray(x)[rows, distinct].reshape(-1) for x in laws)
+        share = jnp.minimum(jax.nn.logsumexp(columns, axis=-1) - whole, 0)
+        rest = whole + jnp.log(jnp.maximum(-jnp.expm1(share), RESOLUTION))
+        column = _column_of(ids, vocab_size)
     else:
         outside = jnp.ones(vocab_size, bool).at[ids].set(False)
 
@@ -91,7 +106,7 @@ def look(
             return logits[ids], others, logits.argmax(-1).astype(jnp.int32)
 
         columns, rest, best = jax.lax.map(law, read, batch_size=ROWS)
-        column = jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
+        column = _column_of(ids, vocab_size)
     columns, rest, best = jax.lax.stop_gradient((columns, rest, best))
 
     def spread(values: Array) -> Array:
@@ -107,3 +122,8 @@ def look(
         hidden=hidden[rows[..., None], at],
         exists=exists,
     )
+
+
+def _column_of(ids: Int[Array, " Vd"], vocab_size: int) -> Int[Array, " V"]:
+    """The column of every token; -1: it has none."""
+    return jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))

@@ -9,7 +9,7 @@ each time. Few shapes occur, because every shape of a batch is one compilation o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -33,10 +33,19 @@ class Example(NamedTuple):
     target: list[int]
 
 
+class Laws(NamedTuple):
+    """Of a target's laws at the answers' places (`training.laws`): the log of the sum of the exponentials of
+    all logits, and the first choice."""
+
+    normalizer: Any  # float32 [B, T], on the host or a device
+    best: Any  # int32 [B, T]
+
+
 class Batch(NamedTuple):
     """Host arrays, right padded. ``labels[b, t]`` is the token after ``tokens[b, t]``; weights are 1 on the
     labels that belong to the target, else 0. A row that only fills the batch has length 1 and no weight.
-    ``features``: what the target shows of ``tokens`` (`training.features`), where that is kept."""
+    ``features``: what the target shows of ``tokens`` (`training.features`), and ``laws``: what it says after
+    them, where that is kept."""
 
     tokens: Int[np.ndarray, "B T"]
     labels: Int[np.ndarray, "B T"]
@@ -45,6 +54,7 @@ class Batch(NamedTuple):
     source: Int[np.ndarray, "B Ts"] | None  # None: decoder-only
     source_lengths: Int[np.ndarray, " B"] | None
     features: Float[np.ndarray, "B T F"] | None = None
+    laws: Laws | None = None
 
 
 # --- records to examples ----------------------------------------------------------------------------

@@ -232,27 +232,28 @@ def run(
     begun = begin(config, target, network, parts, before, model)
     _tell(console, parts, begun)
 
+    taught = with_kernel(target)
+    frozen = frozen_of(taught, begun.weights)
+
     def shown(batches: Any, part: Sequence[Example]) -> Any:
         if config.features is None:
             return batches
         kept = network.taps if config.kept_taps is None else config.kept_taps
         found = text.features(target, part, writing, config.features, taps=kept, console=console)
-        return Shown(batches, found, network.taps)
+        summed = None
+        if frozen["columns"] is not None:
+            summed = text.laws(taught, found, part, writing, console=console)
+        return Shown(batches, found, network.taps, summed)
 
     texts = Batchwise(config, parts, target, shown)
     validation = encoded(config, target, corpus.validation[: config.validation_examples], "validation")
-    held_out = [
-        recipe.held_out(
-            text.answered(target, validation, writing, temperature, EVALUATION_SEED, console=console),
-            config.batching,
-            config.training,
-            target.decoder_start,
-        )
-        for temperature in TEMPERATURES  # a seed of its own: training may see the same sources
-    ]
-    taught = with_kernel(target)
+    held_out = []
+    for temperature in TEMPERATURES:  # a seed of its own: training may see the same sources
+        written = text.answered(target, validation, writing, temperature, EVALUATION_SEED, console=console)
+        once = recipe.once(written, config.batching, settings, target.decoder_start)
+        batches = shown(once, written)
+        held_out.append([batches[step] for step in range(once.steps_per_epoch)])
     objective = teaching(config, taught, network, parts)
-    frozen = frozen_of(taught, begun.weights)
     params = fit(
         begun.weights.net,
         objective,
@@ -396,7 +397,11 @@ def with_kernel(target: Model) -> Model:
 
 def frozen_of(target: Model, weights: Weights) -> dict[str, Any]:
     """What the objective reads and no step changes."""
-    return {"target": target.params, "head": weights.head, "ids": weights.ids}
+    columns = weights.head
+    if columns is None and weights.ids is not None:
+        with contextlib.suppress(ValueError):  # a head that is no kernel
+            columns = nets.rows_of_head(target.lm, target.params, weights.ids)
+    return {"target": target.params, "head": weights.head, "ids": weights.ids, "columns": columns}
 
 
 def encoded(config: Drafter, target: Model, texts: Any, name: str) -> list[Example]:

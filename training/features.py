@@ -56,6 +56,8 @@ class Features:
       progress: called after every shard with the numbers of examples that are done and of all.
     Attributes:
       nbytes: their size on disk.
+      folder: where they lie; its name tells them from all others.
+      shards: which examples each file holds.
     Raises:
       ValueError: a feature that float16 cannot hold, or that is not finite.
       OSError: the cache cannot be written.
@@ -84,11 +86,13 @@ class Features:
         self._edges = choose_edges(widths(examples, target.decoder_start), BUCKETS, MULTIPLE)
         self._width = target.lm.config.width * max(len(taps) + self._hidden, 1)
         self.nbytes = sum(self._lengths) * self._width * self._dtype.itemsize
-        folder = self._open(Path(cache), precision)
+        self.folder = folder = self._open(Path(cache), precision)
+        self.shards = [
+            range(first, min(first + SHARD, len(examples))) for first in range(0, len(examples), SHARD)
+        ]
         self._shards: list[np.ndarray] = []
         self._at: list[tuple[int, int]] = []  # shard and first row of each example
-        for number, first in enumerate(range(0, len(examples), SHARD)):
-            chosen = range(first, min(first + SHARD, len(examples)))
+        for number, chosen in enumerate(self.shards):
             offsets = np.cumsum([0, *(self._lengths[i] for i in chosen)])
             self._at += [(number, int(offset)) for offset in offsets[:-1]]
             path = folder / f"{number:05d}.npy"
@@ -183,14 +187,29 @@ def shown_of(
     return jnp.concatenate([*parts, *(found.taps[tap] for tap in taps)], axis=-1).astype(dtype)
 
 
+class Rowwise(Protocol):
+    """Something of every example, in batches: `training.laws.StoredLaws`."""
+
+    def batch(self, rows: Sequence[int], width: int) -> Any:
+        """Of these rows, to this width."""
+        ...
+
+
 class Shown:
     """Batches with the features of their examples: like the batches, by random access. ``taps``: see
-    `Features.batch`."""
+    `Features.batch`; ``laws``: what comes with them as `Batch.laws`."""
 
-    def __init__(self, batches: Planned, features: Features, taps: tuple[int, ...] | None = None) -> None:
-        self._batches, self._features, self._taps = batches, features, taps
+    def __init__(
+        self,
+        batches: Planned,
+        features: Features,
+        taps: tuple[int, ...] | None = None,
+        laws: Rowwise | None = None,
+    ) -> None:
+        self._batches, self._features, self._taps, self._laws = batches, features, taps, laws
 
     def __getitem__(self, step: int) -> Batch:
         batch = self._batches[step]
         rows, width = self._batches.rows(step), batch.tokens.shape[1]
-        return batch._replace(features=self._features.batch(rows, width, self._taps))
+        laws = None if self._laws is None else self._laws.batch(rows, width)
+        return batch._replace(features=self._features.batch(rows, width, self._taps), laws=laws)

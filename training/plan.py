@@ -18,6 +18,7 @@ from training.data import Example, widths
 from training.drafter import Drafter
 from training.features import STORED, columns_of, shown_of
 from training.generation import SLOTS
+from training.laws import laws_of
 from training.loop import seconds_per_step
 
 GOALS = (100_000, 500_000, 5_000_000)  # answer tokens
@@ -78,12 +79,20 @@ def measure(config: Drafter, corpus: recipe.Corpus, *, target: Model | None = No
 
     begun = drafter.begin(config, target, network, [examples], model=model)
     taught = drafter.with_kernel(target)
+    frozen = drafter.frozen_of(taught, begun.weights)
+    if config.features is not None and frozen["columns"] is not None:
+        dtype, width = jax.tree.leaves(target.params)[0].dtype, target.lm.config.width
+        options = {"lm": taught.lm, "vocab_size": target.vocab_size, "banned": target.banned}
+        tokens = [
+            batch._replace(laws=laws_of(taught.params, batch.features[..., :width].astype(dtype), **options))
+            for batch in tokens
+        ]
     step = seconds_per_step(
         begun.weights.net,
         drafter.teaching(config, taught, network, [examples]),
         tokens,
         config.training,
-        frozen=drafter.frozen_of(taught, begun.weights),
+        frozen=frozen,
     )
     mean = sum(answers) / len(answers)
     device = jax.local_devices()[0]

@@ -147,9 +147,20 @@ def held_out(
 ) -> list[PyTree]:
     """Every example once, in order: what evaluations go over, again and again. Two shapes, of its own: an
     evaluation is short, and those of the training set may be too small."""
+    found = once(examples, batching, training, decoder_start, mesh)
+    return [parallel.shard_batch(mesh, found[step]) for step in range(found.steps_per_epoch)]
+
+
+def once(
+    examples: Sequence[data.Example],
+    batching: Batching,
+    training: Training,
+    decoder_start: Sequence[int],
+    mesh: Mesh | None = None,
+) -> data.Batches:
+    """The batches of `held_out`, on the host."""
     batching = batching.model_copy(update={"buckets": 2})
-    once = batches(examples, batching, training, decoder_start, mesh=mesh, shuffle=False)
-    return [parallel.shard_batch(mesh, once[step]) for step in range(once.steps_per_epoch)]
+    return batches(examples, batching, training, decoder_start, mesh=mesh, shuffle=False)
 
 
 # --- models -----------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from training.draft_loss import Known
 class Teaching:
     """The objective: the network's laws after a sample of anchors against the target's.
 
-    ``frozen`` holds the target's params, and head and ids of `Weights`; the trained params are its net.
+    ``frozen`` holds the target's params, head and ids of `Weights` and, as ``columns``, the target's head of
+    these ids where it is a kernel; the trained params are its net.
     """
 
     target: LanguageModel
@@ -59,6 +60,8 @@ class Teaching:
             self.vocab_size,
             self.longest,
             self.banned,
+            batch.laws,
+            frozen["columns"],
         )
         given = Text(batch.tokens, batch.lengths, chosen, hidden, taps, batch.source, batch.source_lengths)
         arguments = (weights, self.target, frozen["target"], given, self.num_tokens)

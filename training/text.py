@@ -30,6 +30,7 @@ from training.config import Batching, Count, Strict, Training
 from training.data import Batch, Batches, Example, Mixture, permutation, widths
 from training.features import Features, Precision, Shown
 from training.generation import Progress, generate_answers
+from training.laws import StoredLaws
 
 STRIDE = 1_000_003  # between the seeds of texts that are written at different steps
 
@@ -135,6 +136,23 @@ def features(
     return Features(
         target, examples, writing.cache, taps=taps, hidden=True, precision=precision, progress=tell
     )
+
+
+def laws(
+    target: Model,
+    features: Features,
+    examples: Sequence[Example],
+    writing: Writing,
+    *,
+    console: rich.console.Console | None = None,
+) -> StoredLaws:
+    """What is kept of the target's laws over the examples' answers, beside their features."""
+
+    def tell(done: int, total: int) -> None:
+        if console is not None:
+            console.print(f"laws: {done} of {total} texts", highlight=False)
+
+    return StoredLaws(target, features, examples, writing.cache, progress=tell)
 
 
 class Texts:

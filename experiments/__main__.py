@@ -49,10 +49,7 @@ def table(config: Config, data: Data = None, output: Output = None, smoke: Smoke
             measure = _loaded(settings, data, output or Path(settings.output or folder), console)
     except WRONG as error:
         _fail(error)
-    try:
-        measure()  # apart: but for a disk that is full, what goes wrong here is no user's doing
-    except OSError as error:
-        _fail(error)
+    _run(measure)
 
 
 @app.command()
@@ -107,13 +104,24 @@ def drafters(config: Config, data: Data = None, output: Output = None, smoke: Sm
                 f"{config}: kind: expected drafters, got {settings.kind}: python -m experiments table"
             )
         folder = _folder(config, output, smoke)
+        # What does not wait for the training is looked at first.
+        early = comparison.untrained(settings)
+        _loaded(early, data, folder, console)
         stages = Stages(folder, console)
         found = comparison.train(settings, data or Path("."), folder, stages, console)
         comparison.write(folder, settings, found, stages, console)
         measure = _loaded(comparison.rows(settings, folder), data, folder, console)
     except WRONG as error:
         _fail(error)
-    measure()
+    _run(measure)
+
+
+def _run(measure: Callable[[], None]) -> None:
+    """Apart from what comes before: but for a disk that is full, what goes wrong here is no user's doing."""
+    try:
+        measure()
+    except OSError as error:
+        _fail(error)
 
 
 def _trained(

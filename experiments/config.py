@@ -4,6 +4,7 @@ unknown key is an error."""
 from __future__ import annotations
 
 import copy
+import re
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -76,6 +77,12 @@ class Drafters(Strict):
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Drafters:
+        for name in self.methods:
+            if not re.fullmatch(r"\w[\w.-]*", name) or name == "text":  # a folder beside that of the text
+                raise ValueError(f"methods: expected names of folders, and not text, got {name!r}")
+        for row in self.table.drafters:
+            if row.drafter == "trained" and not isinstance(row.arguments.get("folder"), str):
+                raise ValueError(f"table.drafters: {row.name!r}: expected a folder, got {row.arguments}")
         recipes = self.recipes()
         if any(found.target != self.table.target for found in recipes.values()):
             raise ValueError(f"table.target: expected that of all methods, got {self.table.target}")

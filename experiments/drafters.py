@@ -12,7 +12,7 @@ import numpy as np
 import rich.console
 
 from experiments import plots, sheets
-from experiments.config import Drafters, Table
+from experiments.config import Drafters, Row, Table
 from experiments.sheets import Sheet
 from experiments.stages import Stages, clock
 from training import drafter, metrics, recipe
@@ -126,13 +126,24 @@ def write(
     (folder / "drafters.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
+def untrained(config: Drafters) -> Table:
+    """The speed table without the rows that wait for the training, and without calibration: a table of what
+    can be found wrong before it."""
+    kept = [row for row in config.table.drafters if row.drafter != "auto" and not _own(row, config)]
+    return config.table.model_copy(update={"drafters": tuple(kept)})
+
+
+def _own(row: Row, config: Drafters) -> bool:
+    return row.drafter == "trained" and row.arguments["folder"] in config.methods
+
+
 def rows(config: Drafters, folder: Path) -> Table:
     """The speed table, its trained rows with the folders of this experiment."""
     changed = [
         row.model_copy(
             update={"arguments": {**row.arguments, "folder": str(folder / row.arguments["folder"])}}
         )
-        if row.drafter == "trained" and row.arguments.get("folder") in config.methods
+        if _own(row, config)
         else row
         for row in config.table.drafters
     ]

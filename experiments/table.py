@@ -13,8 +13,8 @@ from experiments.bench import PLAIN, Bench, Case, Setting
 from experiments.config import Row, Table
 from experiments.prompts import Question
 from jspec import auto, drafters, engine, measure, trees, verify
-from jspec.batch import Request
 from jspec.io.tokenizer import check_vocabularies
+from jspec.prompts import as_requests
 from jspec.text import named_drafter
 from jspec.types import Drafter
 from training import recipe
@@ -93,15 +93,15 @@ def tokenize(
     if model.tokenizer is None:
         raise ValueError(f"target: {model.name} has no tokenizer, which the prompts need")
     cases = []
-    for question in questions:
-        messages = [{"role": "user", "content": question.text}]
-        tokens = model.tokenizer.chat(messages) if chat else model.tokenizer.encode(question.text)
-        if len(tokens) + max_new_tokens > model.context_length:
+    requests = as_requests(model, [question.text for question in questions], chat, None)
+    for question, request in zip(questions, requests, strict=True):
+        if len(request.tokens) + max_new_tokens > model.context_length:
             raise ValueError(
-                f"prompts: {question.id} has {len(tokens)} tokens, with max_new_tokens={max_new_tokens} "
-                f"it needs more than the {model.context_length} positions of {model.name}"
+                f"prompts: {question.id} has {len(request.tokens)} tokens, with "
+                f"max_new_tokens={max_new_tokens} it needs more than the "
+                f"{model.context_length} positions of {model.name}"
             )
-        cases.append(Case(str(question.id), question.category, Request(tokens)))
+        cases.append(Case(str(question.id), question.category, request))
     return cases
 
 

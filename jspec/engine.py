@@ -389,6 +389,8 @@ def block_widths(drafter: Drafter, widths: tuple[int, ...] | None = None) -> tup
     full = drafter.method.width
     if widths is None:
         return (full,) if drafter.method.side or full == 1 else (1, full)
+    if not isinstance(widths, Sequence) or not all(isinstance(width, (int, np.integer)) for width in widths):
+        raise ValueError(f"widths: expected several whole numbers, got {widths!r}")
     if drafter.method.side and set(widths) != {full}:
         raise ValueError(f"widths: a drafter with side rows always runs all its {full} nodes, got {widths}")
     if any(not 1 <= width <= full for width in widths):

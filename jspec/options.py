@@ -107,7 +107,8 @@ def check_tokens(name: str, tokens: Any, vocab: int) -> list[int]:
     if not isinstance(tokens, Sequence):
         raise ValueError(f"{name}: expected token ids in 0 .. {vocab - 1}, got {tokens!r}")
     for token in tokens:
-        if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
+        whole = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+        if not whole or not 0 <= token < vocab:
             raise ValueError(f"{name}: expected token ids in 0 .. {vocab - 1}, got {token!r}")
     return [int(token) for token in tokens]
 
@@ -215,7 +216,7 @@ def resolve(
         return values if (values != off).any() else None
 
     temperature = number("temperature", 0.0, lambda t: 0 <= t < math.inf, "a finite number >= 0")
-    top_k = spread(whole_each("top_k", options.get("top_k", 0), prompts), np.int32)
+    top_k = spread(np.minimum(whole_each("top_k", options.get("top_k", 0), prompts), width), np.int32)
     top_p = number("top_p", 1.0, lambda p: 0 < p <= 1, "a number in (0, 1]")
     min_p = number("min_p", 0.0, lambda p: 0 <= p <= 1, "a number in [0, 1]")
     repetition = number("repetition_penalty", 1.0, lambda r: 0 < r < math.inf, "a finite number > 0")
@@ -239,7 +240,7 @@ def resolve(
         allowed=_allowed(options, prompts, samples, width, vocab, banned),
         first=_marks("first_tokens", options.get("first_tokens"), prompts, samples, width, vocab),
         min_new_tokens=used(least, 0),
-        processors=tuple(options.get("processors", ())),
+        processors=_processors(options.get("processors", ())),
         strings=strings,
         sequences=sequences,
         seeds=spread(seeds, np.uint32),
@@ -247,6 +248,12 @@ def resolve(
     )
     _check_something_left(resolved)
     return resolved
+
+
+def _processors(given: Any) -> tuple[Processor, ...]:
+    if not isinstance(given, Sequence) or not all(isinstance(entry, Processor) for entry in given):
+        raise ValueError(f"processors: expected a list of jspec.sampling.Processor, got {given!r}")
+    return tuple(given)
 
 
 def _stops(
@@ -257,8 +264,8 @@ def _stops(
     if not isinstance(stop, (str, Sequence, np.ndarray, type(None))):
         raise ValueError(f"stop: expected strings or lists of token ids, got {stop!r}")
     for entry in [stop] if isinstance(stop, str) else () if stop is None else stop:
-        if isinstance(entry, (int, np.integer)):
-            raise ValueError(f"stop: expected strings or lists of token ids, got the bare id {entry}")
+        if not isinstance(entry, (str, Sequence, np.ndarray)):
+            raise ValueError(f"stop: expected strings or lists of token ids, got the bare {entry!r}")
         if len(entry) == 0:
             raise ValueError(f"stop: expected stops that are not empty, got {entry!r}")
         if not isinstance(entry, str):

@@ -37,9 +37,11 @@ def as_requests(
 def _listed(name: str, values: Any) -> Sequence[Any]:
     """One string or list of ids as a list of one; several as they are."""
     values = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(values, str) or (isinstance(values, Sequence) and _is_id(next(iter(values), None))):
+    if isinstance(values, str):
         return [values]
-    if not isinstance(values, Sequence):
+    if isinstance(values, Sequence) and not isinstance(values, bytes) and _is_id(next(iter(values), None)):
+        return [values]
+    if not isinstance(values, Sequence) or isinstance(values, bytes):
         raise ValueError(f"{name}: expected strings or lists of token ids, got {type(values).__name__}")
     return values
 
@@ -75,7 +77,7 @@ def _decoder_begins(model: Model, decoder_prefix: Any, count: int) -> list[list[
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, np.integer))
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _as_ids(model: Model, name: str, prompt: Any, chat: bool, system: str | None) -> list[int]:
@@ -104,6 +106,8 @@ def needed_capacity(
     model: Model, requests: Sequence[Request], limits: np.ndarray, capacity: int | None
 ) -> int:
     """Slots for the longest request, which must fit into the model's positions and ``capacity``."""
+    if capacity is not None and not _is_id(capacity):
+        raise ValueError(f"capacity: expected a whole number of slots, got {capacity!r}")
     what = "decoder tokens (start and prefix)" if model.decoder_start else "tokens"
     for i, ((prompt, _), limit) in enumerate(zip(requests, limits, strict=True)):
         for room, whose in ((model.context_length, f"{model.name} has"), (capacity, "capacity is")):

@@ -1,6 +1,7 @@
 """Decoders: any way of cutting a sequence into blocks, trees and pending rows gives the same logits, whether
 or not they look at an encoder's output."""
 
+import dataclasses
 import functools
 
 import jax
@@ -389,6 +390,21 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"capacity: the model has 512 positions"):
         empty(model, params, 1, 513)
     assert language_model(model.config) is model
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 0}, "width: expected a number >= 1, got 0"),
+        ({"num_layers": 0}, "num_layers: expected a number >= 1, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads: expected a number >= 1, got 0"),
+        ({"num_heads": 3, "num_kv_heads": 2}, r"num_heads: expected a multiple of num_kv_heads \(2\), got 3"),
+        ({"activation": "swish"}, "activation: expected one of silu, .*, got 'swish'"),
+    ],
+)
+def test_an_architecture_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(tiny_decoder()[0].config, **changes)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 7), (7, 3)])

@@ -126,6 +126,19 @@ def test_a_long_answer_counts_no_more_than_a_short_one():
     assert value == pytest.approx((np.mean([0.2, 0.8, 0.35]) + 0.35) / 2, rel=1e-5)
 
 
+def test_the_mean_of_a_batch_is_that_of_its_parts():
+    """Of parts with equally many answers, whatever a term means something for: gradients are accumulated."""
+    one = known()
+    outside = known(inside=np.zeros((1, 2, 2), bool), labels=np.full((1, 2, 2), -1, np.int32))
+    both = jax.tree.map(lambda a, b: np.concatenate([a, b]), one, outside)
+    logits = log(Q)[None] - 1
+    for name in ("cross_entropy", "forward_kl", "lk_hybrid", "total_variation"):
+        terms = {"terms": [{"loss": name}]}
+        parts = [loss_of(terms, part, logits)[0] for part in (one, outside)]
+        whole, _ = loss_of(terms, both, np.concatenate([logits, logits]))
+        assert whole == pytest.approx(np.mean(parts), rel=1e-5)
+
+
 def test_regression_and_confidence():
     details = {
         "hidden": np.array([[[[0.5, 3.0], [0.0, 0.0]], [[2.0, 0.0], [9.0, 9.0]]]], np.float32),

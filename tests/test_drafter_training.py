@@ -466,6 +466,19 @@ def test_a_masked_network_begins_as_some_of_the_target_s_layers(tmp_path, no_gen
     assert drafted.tokens == plain.tokens
 
 
+def test_a_masked_network_serves_targets_whose_logits_are_padded_otherwise(tmp_path):
+    """It reads nothing of them. A target with tokens that it does not know is another one."""
+    network = drafter.network_of(
+        config := settings(**MASKED, model={"layers": [0]}), target(), drafter.model_of(config, target())
+    )
+    stored.save(tmp_path, "masked", network.config, nets.Weights(network.init(jax.random.key(0))))
+    lm, params = tiny_decoder(vocab_size=VOCAB + 8)
+    padded = jspec.Model(lm, params, eos=(END,), vocab_size=VOCAB - 2)
+    assert stored.load(tmp_path, padded).network.config.vocab_size == VOCAB + 8
+    with pytest.raises(ValueError, match="made for a target of vocab_size 24, got one of 32"):
+        stored.load(tmp_path, dataclasses.replace(padded, vocab_size=VOCAB + 8))
+
+
 @pytest.mark.slow
 def test_a_masked_network_serves_targets_of_any_width(tmp_path):
     lm, params = tiny_decoder(vocab_size=VOCAB, width=48)

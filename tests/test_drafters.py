@@ -82,6 +82,12 @@ def test_the_project_s_own():
     [
         ({"methods": {"taps": {"step": 1}}}, r"methods\.taps: step: unknown key"),
         ({"table": {"target": "other"}}, r"table\.target: expected that of all methods, got other"),
+        ({"methods": {"text": {}}}, "methods: expected names of folders, and not text, got 'text'"),
+        ({"methods": {"../x": {}}}, "methods: expected names of folders, .* got '../x'"),
+        (
+            {"table": {"drafters": [{"name": "x", "drafter": "trained", "arguments": {"folder": ["a"]}}]}},
+            r"table\.drafters: 'x': expected a folder, got",
+        ),
         ({"base": {"training": {"steps": 0}}}, r"methods\.hidden: training\.steps: .*greater"),
     ],
 )
@@ -115,6 +121,7 @@ def test_methods_are_trained_once_and_written_about(tmp_path, monkeypatch):
     own, other = drafters.rows(settings, tmp_path).drafters
     assert own.arguments == {"folder": str(tmp_path / "taps"), "num_tokens": 1}
     assert other.arguments == {"folder": "smollm2-135m"}
+    assert [row.name for row in drafters.untrained(settings).drafters] == ["other"]
     built = table.build(own, target())
     prompt = [[4, 2, 5]]
     expected = generate(target(), prompt, max_new_tokens=8).tokens

@@ -65,6 +65,7 @@ def test_defaults(tmp_path):
         (GOOD.replace("target: smollm2-135m", ""), "target: Field required"),
         ("- a\n- b\n", "expected keys and values, got list"),
         ("a: [", "not a YAML file"),
+        (GOOD + "seed: 1\nseed: 2\n", "not a YAML file: the key 'seed' twice"),
     ],
 )
 def test_a_bad_configuration_is_one_clear_line(tmp_path, text, message):

@@ -123,6 +123,7 @@ def test_keys_may_be_paths_and_lists_are_joined(tmp_path):
         ('{"s": 1, "t": "1"}', r"a\.jsonl:2: s: expected text, got int"),
         ('{"s": {"en": 1}, "t": "1"}', r"a\.jsonl:2: s: expected text, got dict"),
         ('{"s": ["a", 1], "t": "1"}', r"a\.jsonl:2: s: expected text, got list"),
+        ('{"s": "\\ud800", "t": "1"}', r"a\.jsonl:2: s: expected text, got half a surrogate pair"),
     ],
 )
 def test_lines_that_are_no_pairs_are_refused_by_number(line, message, tmp_path):

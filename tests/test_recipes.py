@@ -725,6 +725,31 @@ def test_a_random_model_s_embedding_and_scores_have_variance_1():
         assert query * 8 * config.attention_scale == pytest.approx(16**-0.5, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"context_length": 3},
+            r"expected answers of at most 3 tokens, for \w+ has no more .* got \d+ in train",
+        ),
+        (
+            {"source_length": 2},
+            r"expected sources of at most 2 tokens, for \w+ has no more .* got \d+ in train",
+        ),
+    ],
+)
+def test_texts_beyond_a_model_s_positions_are_refused(changes, message, tmp_path):
+    """A table of positions would give its last row for all of them."""
+    bounded = {"positions": "learned", "bounded": True, "context_length": 64, "source_length": 64}
+    config = settings_of(
+        drafter=distill.Drafter(architecture=SMALL | bounded | changes), evaluation_text="target"
+    )
+    lm, params = tiny_seq2seq(vocab_size=VOCAB)
+    target = jspec.Model(lm, params, eos=(END,), decoder_start=(0,))
+    with pytest.raises(ValueError, match="limits: " + message):
+        distill.run(config, CORPUS, tmp_path / "run", target=target)
+
+
 def test_what_cannot_be_distilled(finetuned, tmp_path):
     target, _, _ = finetuned
     other = {"architecture": SMALL | {"vocab_size": VOCAB - 1}}

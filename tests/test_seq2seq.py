@@ -1,5 +1,6 @@
 """Encoder-decoders: what they add to `test_decoder`, which runs its cases on them too."""
 
+import dataclasses
 from fractions import Fraction
 
 import jax
@@ -220,6 +221,9 @@ def test_wrong_arguments_are_named():
         tiny_seq2seq(positions="learned", source_length=128)
     with pytest.raises(ValueError, match=r"bounded: expected true with learned positions"):
         tiny_decoder(rotary=None)
+    for name in ("num_encoder_layers", "source_length", "mlp_width"):
+        with pytest.raises(ValueError, match=f"{name}: expected a number >= 1, got 0"):
+            dataclasses.replace(model.config, **{name: 0})
     with pytest.raises(ValueError, match=r"num_layers: expected 1 to 2, got 3"):
         model.truncate(3)
     assert head(model, params, jnp.zeros((1, 1, 32))).shape == (1, 1, 64)

@@ -99,18 +99,29 @@ class Batching(Strict):
 Settings = TypeVar("Settings", bound=pydantic.BaseModel)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without its rule that of two equal keys the last one counts."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read(path: str | Path) -> Any:
     """What a YAML file holds.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is not YAML.
+      ValueError: it is not YAML, or has a key twice.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"config: no such file: {path}")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
 

@@ -206,12 +206,18 @@ def run(
         chat=config.chat,
         banned=target.banned,
     )
+    training = encode(corpus.train, name="train")
+    validation = encode(corpus.validation[: config.validation_examples], name="validation")
+    if any(source.text == "references" for source in config.sources):  # what is written fits
+        recipe.check_positions("train", training, target, drafter)
+    if config.evaluation_text == "references":
+        recipe.check_positions("validation", validation, target, drafter)
     writing = Writing(
         config.max_new_tokens, config.generation_batch, output / "text" if cache is None else Path(cache)
     )
     texts = Texts(
         config.sources,
-        encode(corpus.train, name="train"),
+        training,
         target,
         drafter,
         output / "text",
@@ -222,7 +228,6 @@ def run(
         precision=config.features,
         console=console,
     )
-    validation = encode(corpus.validation[: config.validation_examples], name="validation")
     frozen = {"target": target.params}
     if reference is not None:
         frozen["reference"] = recipe.on_mesh(mesh, reference).params

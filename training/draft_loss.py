@@ -5,8 +5,9 @@ With a a root's index, the law of depth k is that of token a + k. A loss is a we
     sum_terms c * mean over sequences of  sum w_k m L(p_k, q_k) / sum w_k m
 
 over all depths of all anchors of a sequence, so that a long answer counts no more than a short one
-(`losses.sequence_mean`). L is one of `training.losses`, w_k the weight of a depth (`Weighting`), and m says
-where the term means something. On a reduced vocabulary D, where q = 0 outside::
+(`losses.sequence_mean`); a sequence where m is 0 throughout adds 0. L is one of `training.losses`, w_k the
+weight of a depth (`Weighting`), and m says where the term means something. On a reduced vocabulary D, where
+q = 0 outside::
 
     cross_entropy                               m: the label is in D
     forward_kl, reverse_kl, jsd                 p renormalised on D; m: the target's first choice is in D
@@ -186,9 +187,15 @@ class Objective:
         weights = depth_weights(self.weighting, known.exists, alpha)
 
         def mean(values: Float[Array, "B A K"], where: Bool[Array, "B A K"] | None = None) -> Array:
-            chosen = weights if where is None else jnp.where(where, weights, 0)
             rows = values.shape[0]
-            return losses.sequence_mean(values.reshape(rows, -1), chosen.reshape(rows, -1))
+            if where is None:
+                return losses.sequence_mean(values.reshape(rows, -1), weights.reshape(rows, -1))
+            chosen = jnp.where(where, weights, 0).reshape(rows, -1)
+            found = losses.sequence_mean(values.reshape(rows, -1), chosen)
+            # Of all sequences, so that a batch's mean is that of its micro-batches' means.
+            answered = (weights.reshape(rows, -1).sum(-1) > 0).sum()
+            share = (chosen.sum(-1) > 0).sum() / jnp.maximum(answered, 1)
+            return found * share.astype(jnp.float32)
 
         total = jnp.zeros((), jnp.float32)
         for (name, loss, weight), eta in zip(self.terms, self.etas, strict=True):

@@ -228,6 +228,9 @@ def run(
         config.max_new_tokens, config.generation_batch, output / "text" if cache is None else Path(cache)
     )
     examples = encoded(config, target, corpus.train, "train")
+    validation = encoded(config, target, corpus.validation[: config.validation_examples], "validation")
+    if any(source.text == "references" for source in config.sources):  # what is written fits
+        recipe.check_positions("train", examples, *(m for m in (target, model) if m is not None))
     parts = [text.chosen(source, examples, target, writing, console=console) for source in config.sources]
     begun = begin(config, target, network, parts, before, model)
     _tell(console, parts, begun)
@@ -246,7 +249,6 @@ def run(
         return Shown(batches, found, network.taps, summed)
 
     texts = Batchwise(config, parts, target, shown)
-    validation = encoded(config, target, corpus.validation[: config.validation_examples], "validation")
     held_out = []
     for temperature in TEMPERATURES:  # a seed of its own: training may see the same sources
         written = text.answered(target, validation, writing, temperature, EVALUATION_SEED, console=console)

@@ -139,8 +139,11 @@ def run(
         banned=model.banned,
     )
     shapes = (config.batching, settings, model.decoder_start)
-    train = recipe.batches(encode(corpus.train, name="train"), *shapes, mesh=mesh)
+    training = encode(corpus.train, name="train")
     validation = encode(corpus.validation[: config.validation_examples], name="validation")
+    for name, examples in (("train", training), ("validation", validation)):
+        recipe.check_positions(name, examples, model)
+    train = recipe.batches(training, *shapes, mesh=mesh)
     held_out = recipe.held_out(validation, *shapes, mesh=mesh)
     fit(
         model.params,

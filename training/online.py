@@ -281,6 +281,8 @@ def run(
         )
         for texts, name in zip(corpus, corpus._fields, strict=True)
     )
+    for name, examples in (("train", stream), ("validation", validation)):
+        recipe.check_positions(name, examples, target, drafter)
     held_out = recipe.held_out(
         validation[: config.validation_examples], config.batching, settings, target.decoder_start
     )

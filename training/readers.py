@@ -230,6 +230,8 @@ def _text(row: Any, key: str, place: str) -> str:
         return " ".join(value)
     if not isinstance(value, str):
         raise ValueError(f"{place}: {key}: expected text, got {type(value).__name__}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"{place}: {key}: expected text, got half a surrogate pair, which is no character")
     return value
 
 

@@ -41,6 +41,7 @@ PLACES = {
     "drafter.checkpoint": ("drafter",),
     "token_filter.reference": ("reference",),
     "init": ("init",),
+    "model.checkpoint": ("model",),
 }
 Texts = Sequence[data.Record] | Sequence[data.Example]
 
@@ -99,10 +100,36 @@ def encode(
     if tokenizer is None:
         raise ValueError(f"{name}: expected examples (token ids), because there is no tokenizer, got text")
     settings = {"encoder": encoder, "limits": limits, "chat": chat, "banned": banned}
-    examples, counts = data.encode(texts, tokenizer, **settings)  # type: ignore[arg-type]
+    try:
+        examples, counts = data.encode(texts, tokenizer, **settings)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     if counts.examples != len(texts) or counts.truncated_sources or counts.truncated_targets:
         _say(f"{name}: {counts}")
     return examples
+
+
+def check_positions(name: str, examples: Sequence[data.Example], *models: Model) -> None:
+    """Refuse texts that are longer than the positions of a model have an end.
+
+    Raises:
+      ValueError: the longest one's length, and the number of positions.
+    """
+    for model in models:
+        config, encoder = model.lm.config, bool(model.decoder_start)
+        if not config.bounded:
+            continue
+        begins = [len(model.decoder_start) if encoder else len(example.source) for example in examples]
+        longest = max(a + len(e.target) - 1 for a, e in zip(begins, examples, strict=True))
+        told = [("answers" if encoder else "source and answer together", longest, config.context_length)]
+        if encoder:
+            told.append(("sources", max(len(e.source) for e in examples), config.source_length))
+        for what, length, positions in told:
+            if length > positions:
+                raise ValueError(
+                    f"limits: expected {what} of at most {positions} tokens, for {model.name} has no more "
+                    f"positions, got {length} in {name}"
+                )
 
 
 def batches(

@@ -97,11 +97,7 @@ def load(folder: str | Path, target: HasModel) -> Stored:
             f"{folder / CONFIG}: expected kind and config of a drafter, got: {error!r}"
         ) from None
     config = kinds.build(kind, settings, f"{folder / CONFIG}: config")
-    for name in kinds.OF_THE_TARGET:
-        its = getattr(target.lm.config, name)
-        mine = getattr(config, name, its)  # a language model of its own has a width of its own
-        if mine != its:
-            raise ValueError(f"{folder}: made for a target of {name} {mine}, got one of {its}")
+    config = _for_target(config, target, str(folder))
     network = kinds.find(kind).network(config)
     try:
         tensors = load_file(folder / TENSORS)
@@ -111,6 +107,28 @@ def load(folder: str | Path, target: HasModel) -> Stored:
     net = _filled(jax.eval_shape(network.init, jax.random.key(0)), tensors, str(folder / TENSORS))
     weights = headed(config, target, net, ids)
     return Stored(kind, network, weights, values.get("num_tokens"), values.get("accuracies"))
+
+
+def _for_target(config: Any, target: HasModel, source: str) -> Any:
+    """A config for a target that it fits. A language model of its own (no width) fits all targets with the
+    tokens that it knows, however wide their logits are padded.
+
+    Raises:
+      ValueError: another width or vocabulary; with both numbers.
+    """
+    theirs = target.lm.config
+    if not hasattr(config, "width"):
+        tokens = getattr(target, "vocab_size", theirs.vocab_size)
+        if config.vocab_size >= tokens:
+            return dataclasses.replace(config, vocab_size=theirs.vocab_size)
+        raise ValueError(
+            f"{source}: made for a target of vocab_size {config.vocab_size}, got one of {tokens}"
+        )
+    for name in kinds.OF_THE_TARGET:
+        mine, its = getattr(config, name), getattr(theirs, name)
+        if mine != its:
+            raise ValueError(f"{source}: made for a target of {name} {mine}, got one of {its}")
+    return config
 
 
 def _filled(abstract: PyTree, tensors: dict[str, np.ndarray], source: str) -> PyTree:

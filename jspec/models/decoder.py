@@ -28,6 +28,7 @@ from jspec.models.layers import (
     Norm,
     Relative,
     Seen,
+    check_config,
     drop,
     sinusoids,
     wide_product,
@@ -84,6 +85,11 @@ class DecoderConfig:
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
+        check_config(self, "num_kv_heads")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads: expected a multiple of num_kv_heads ({self.num_kv_heads}), got {self.num_heads}"
+            )
         if self.learned_positions and not self.bounded:
             # A position beyond the table would read its last row, and nobody would notice.
             raise ValueError(

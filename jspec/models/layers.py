@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,20 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+SIZES = ("vocab_size", "width", "mlp_width", "num_layers", "num_heads", "head_dim", "context_length")
+
+
+def check_config(config: Any, *sizes: str) -> None:
+    """Refuse an architecture that no model can have.
+
+    Raises:
+      ValueError: a size (`SIZES`, and those named) below 1, or an unknown activation.
+    """
+    for name in (*SIZES, *sizes):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}: expected a number >= 1, got {getattr(config, name)}")
+    if config.activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {config.activation!r}")
 
 
 class Dropout(NamedTuple):

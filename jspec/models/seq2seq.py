@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models import cache as kv
 from jspec.models.decoder import Decoder, DecoderConfig, Params, Stack, check_capacity, first_layers
-from jspec.models.layers import Dropout, Memory, Relative
+from jspec.models.layers import Dropout, Memory, Relative, check_config
 from jspec.types import Block, Forward, LanguageModel, Prompt
 
 ENCODER_SITES = 1 << 16  # dropout streams of the encoder, apart from the decoder's
@@ -59,6 +59,7 @@ class Seq2SeqConfig:
     logit_scale: float = 1.0  # T5 1.0, whose head is its embedding: width ** -0.5
 
     def __post_init__(self) -> None:
+        check_config(self, "num_encoder_layers", "source_length", "relative_buckets")
         if self.positions == "learned" and not self.bounded:
             raise ValueError(
                 "bounded: expected true with learned positions, which end with their tables (context_length: "

@@ -161,6 +161,19 @@ def test_where_prompt_files_are_looked_for(tmp_path, monkeypatch):
         prompts.find("other.jsonl")
 
 
+def test_an_encoder_decoder_s_prompts_are_its_sources():
+    lm, params = testing.tiny_seq2seq(positions="learned", bounded=True, context_length=9, source_length=3)
+    tokenizer = types.SimpleNamespace(encode=lambda text: [len(text), 3, 1])
+    model = Model(lm, params, tokenizer=tokenizer, eos=(1,), decoder_start=(0,))  # type: ignore[arg-type]
+    question = prompts.Question(7, "qa", "abcd")
+    (case,) = table.tokenize(model, [question], False, 8)
+    assert case.request == Request([0], [4, 3, 1])
+    with pytest.raises(ValueError, match="prompts: 7 has 1 tokens, with max_new_tokens=9 it needs more"):
+        table.tokenize(model, [question], False, 9)
+    with pytest.raises(ValueError, match="chat: expected False, because model is an encoder-decoder"):
+        table.tokenize(model, [question], True, 8)
+
+
 # --- a run ------------------------------------------------------------------------------------------
 
 

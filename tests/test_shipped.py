@@ -22,6 +22,11 @@ def test_it_is_small_and_says_where_it_comes_from():
     assert (FOLDER / "SOURCE.md").is_file()
 
 
+def test_it_is_no_model_of_its_own():
+    with pytest.raises(ValueError, match=r"expected a model, got a drafter of kind 'eagle3', which jspec"):
+        jspec.load(FOLDER)
+
+
 def test_it_foresees_its_target():
     """Plain decoding's tokens, and clearly more than one a round: a net that reads the wrong place or other
     layers drafts nothing that is kept."""

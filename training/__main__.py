@@ -133,6 +133,8 @@ def prompts(
     from jspec import load
     from training import prompts as made
 
+    if not output.parent.is_dir():  # before the turns are drawn, which takes a while
+        raise FileNotFoundError(f"output: expected a file in a folder that exists, got {output}")
     model = load(target, dtype)
     options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "batch_size": batch_size}
     found = made.write_prompts(model, count, **options)

@@ -138,6 +138,11 @@ def load_hf(path_or_id: str | Path, dtype: DTypeLike | None = jnp.float32) -> tu
     """
     folder = find_folder(path_or_id)
     raw = read_json(folder / "config.json")
+    if {"kind", "config"} <= raw.keys() and "model_type" not in raw:
+        raise ValueError(
+            f"{folder}: expected a model, got a drafter of kind {raw['kind']!r}, which "
+            "jspec.drafters.load reads"
+        )
     family = registry.family(raw)
     config, tensors = family.config(raw), Tensors(folder)
     if dtype is not None:

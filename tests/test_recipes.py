@@ -475,7 +475,7 @@ def test_a_drafter_never_emits_what_its_target_does_not(finetuned):
         (distill.Drafter(architecture=SMALL), None),
         (distill.Drafter(layers=(0,)), None),
     ):
-        assert distill._start(given, target, 0, model).banned == BANNED
+        assert distill.begin(given, target, 0, model).banned == BANNED
 
 
 @pytest.mark.slow
@@ -608,7 +608,7 @@ def test_a_reference_is_an_input_of_the_run(finetuned, distilled, tmp_path):
 def test_a_drafter_from_a_checkpoint_ends_answers_as_the_target_does(finetuned, distilled):
     target = dataclasses.replace(finetuned[0], eos=(END, 2), decoder_start=(3,))
     given = distill.Drafter(checkpoint=str(distilled[1]))
-    drafter = distill._start(given, target, 0, distilled[0])
+    drafter = distill.begin(given, target, 0, distilled[0])
     assert (drafter.eos, drafter.decoder_start) == (target.eos, target.decoder_start)
     assert drafter.params is distilled[0].params
     decoder = jspec.Model(*table_lm(np.full((VOCAB, VOCAB), 1 / VOCAB)), eos=(END,))

@@ -88,7 +88,7 @@ class DecoderConfig:
         check_config(self, "num_kv_heads")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads: expected a multiple of num_kv_heads ({self.num_kv_heads}), got {self.num_heads}"
+                f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.num_kv_heads}"
             )
         if self.learned_positions and not self.bounded:
             # A position beyond the table would read its last row, and nobody would notice.

@@ -18,7 +18,7 @@ PROMPTS = [[3], [1, 4, 1, 5], [2, 6, 5, 3, 5, 2, 6]]
 NEW = [12, 9, 14]
 
 #: Cases of the quick suite; the rest runs under `slow`.
-QUICK: tuple[str, ...] = ("eagle3 own", "glide")
+QUICK: tuple[str, ...] = ("eagle3 own",)
 QUICK_ENCODER_DECODER: tuple[str, ...] = ()
 
 

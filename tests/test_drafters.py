@@ -134,6 +134,7 @@ def test_ten_times_the_text_is_read_off_the_end_of_the_curve():
     assert Trained(1, 1.0, 1.0, curve[:1], []).at_ten_times() == 5.0
 
 
+@pytest.mark.slow
 def test_trees_of_a_trained_row(tmp_path):
     for name, kind, arguments in (
         ("dynamic", "eagle3", {"tree": {"top_k": 2, "depth": 2, "num_nodes": 4}}),

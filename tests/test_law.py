@@ -144,6 +144,7 @@ def test_joint_law_with_a_stranger_for_a_drafter():
     check(drafters.model(stranger(V), 3), verify.block())
 
 
+@pytest.mark.slow
 def test_this_test_sees_a_wrong_rule():
     """A chosen draft judged as if it had been drawn, the commonest bug of the field."""
     drafter = drafters.model(stranger(V), 1)

@@ -54,7 +54,9 @@ def settings(**changes):
 def canned(model, examples, writing, temperature, seed, **_):
     """Answers as if written: what is compiled to generate them is not what these tests are about."""
     random = np.random.default_rng(seed)
-    return [Example(e.source, [*random.integers(2, 20, random.integers(2, 5)).tolist(), END]) for e in examples]
+    return [
+        Example(e.source, [*random.integers(2, 20, random.integers(2, 5)).tolist(), END]) for e in examples
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,10 @@ def steps_of(folder):
 def objective_of(kind, **changes):
     model = target(kind)
     network = blockwise.network_of(settings(), model)
-    params = {"base": model.params, "heads": shaken(stored.Weights(network.init(jax.random.key(1))), seed=2).net}
+    params = {
+        "base": model.params,
+        "heads": shaken(stored.Weights(network.init(jax.random.key(1))), seed=2).net,
+    }
     sizes = {"vocab_size": model.vocab_size, "dropout": 0.0} | changes
     return model, params, blockwise.OneHead(model.lm, network.config, **sizes)
 
@@ -89,7 +94,9 @@ def test_a_step_s_loss_is_that_of_one_head(kind):
     hidden = forward.hidden(model.lm, params["base"], batch).hidden
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     network = blockwise.network_of(config, model)
-    module = blockwise.binder(network.config)(stored.Weights(params["heads"]), model.lm, params["base"]).module
+    module = blockwise.binder(network.config)(
+        stored.Weights(params["heads"]), model.lm, params["base"]
+    ).module
     outputs = {1: hidden} | {i: module.at_once(before, K - 1)[..., i - 2, :] for i in range(2, K + 1)}
     laws = {
         i: np.asarray(jax.nn.log_softmax(model.lm.head(params["base"], x)[..., : model.vocab_size]))
@@ -109,7 +116,9 @@ def test_a_step_s_loss_is_that_of_one_head(kind):
             # Index of a root, where the next token belongs to the answer; p_1 has no root to wait for.
             roots = range(first - 1, len(texts) - 1)
             terms = [
-                -laws[i][row, at, texts[at + max(i - 1, 1)]] for at in roots if at + max(i - 1, 1) < len(texts)
+                -laws[i][row, at, texts[at + max(i - 1, 1)]]
+                for at in roots
+                if at + max(i - 1, 1) < len(texts)
             ]
             if terms:
                 means.append(np.mean(terms))

@@ -1,8 +1,6 @@
-"""Blockwise parallel decoding's joint training: a base model learns together with the heads that draft for it.
-
-Stern, Shazeer, Uszkoreit 2018, "Blockwise Parallel Decoding for Deep Autoregressive Models", arXiv 1811.03115,
-sections 6 and 7.1 ("fine tuning"). With a frozen base the heads are a draft network like others
-(`training.drafter`, kind ``blockwise``).
+"""Blockwise parallel decoding: a base model and the heads that draft for it learn together ("fine tuning" in
+Stern, Shazeer, Uszkoreit 2018, arXiv 1811.03115). Beside a frozen base the heads are a draft network like
+others (`training.drafter`, kind ``blockwise``).
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Heads(nnx.Module):
         return hidden[..., None, :] + out[..., :num_tokens, :]
 
     def one(self, hidden: Float[Array, "... E"], k: Int[Array, ""]) -> Float[Array, "... E"]:
-        """The output of blockwise head ``k`` (from 0, any traced number) alone: a K-th of `at_once`'s work."""
+        """The output of blockwise head ``k`` (from 0), without the work for the others."""
         assert self.up is not None
         assert self.down is not None
         assert self.down.bias is not None

@@ -226,7 +226,8 @@ def _keep(folder: Path, base: Model) -> None:
     recipe.describe(folder, base)
     checkpoints = Checkpoints(folder / orbax.CHECKPOINTS, keep=1, best=False)
     try:
-        checkpoints.save(1, base.params, {"step": jnp.ones((), jnp.int32)}, None)
+        if checkpoints.latest() is None:  # it was killed here before
+            checkpoints.save(1, base.params, {"step": jnp.ones((), jnp.int32)}, None)
     finally:
         checkpoints.close()
     orbax.write_json(folder / orbax.DONE, {"step": 1})

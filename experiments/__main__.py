@@ -141,6 +141,8 @@ def blockwise(config: Config, data: Data = None, output: Output = None, smoke: S
         folder = _folder(path, output, smoke)
         texts = pipeline.read(base.data, data or Path("."), console)
         stages = Stages(folder, console)
+        if base.target.finetune is not None and not pipeline.finished(folder / pipeline.TARGET):
+            pipeline.check_test(base.target.finetune, texts)
         workshop = pipeline.Workshop(base, texts, folder, stages, console)
         trained = comparison.train(settings, workshop)
     except WRONG as error:

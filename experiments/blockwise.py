@@ -4,8 +4,9 @@ block size on the target of a study, and its heads beside a block drafter and a 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -24,6 +25,8 @@ from jspec.drafters.stored import Stored
 from jspec.types import PyTree
 from training import blockwise, drafter
 from training.text import Source
+
+Result = TypeVar("Result")
 
 FOLDER = "blockwise"  # of all runs, within the study's
 BLOCK = "masked"  # the block drafter's name
@@ -110,21 +113,24 @@ class Trained(NamedTuple):
 def train(config: Blockwise, workshop: Workshop) -> Trained:
     """Everything that is not trained yet; the target and its text are those of the study, or made."""
     workshop.write_answers([column.source for column in COLUMNS.values()])
+    # First what may be found wrong only beside the target, such as layers that it lacks.
+    output = workshop.folder / FOLDER / BLOCK
+    block = _heads(config.block(Source(text="target")), workshop, f"blockwise, {BLOCK}", output)
+    small = _small(config.drafter, workshop)
     frozen: dict[str, dict[int, Stored]] = {}
     joint: dict[str, dict[int, blockwise.Trained]] = {}
     for name, column in COLUMNS.items():
         for k in config.block_sizes:
             output = workshop.folder / FOLDER / f"k{k}-{name.replace(' ', '-')}"
             if column.joint:
-                found = _joined(config.joined(k, column.source), workshop, stage(k, name), output)
-                joint.setdefault(name, {})[k] = found
+                settings = config.joined(k, column.source)
+                found = _trained(blockwise.run, settings, workshop, stage(k, name), output)
+                joint.setdefault(name, {})[k] = found._replace(base=workshop.cast(found.base))
             else:
-                heads = _drafter(config.heads(k, column.source), workshop, stage(k, name), output)
+                heads = _heads(config.heads(k, column.source), workshop, stage(k, name), output)
                 frozen.setdefault(name, {})[k] = heads
             jax.clear_caches()  # programs of one k are of no use to the next
-    settings = config.block(Source(text="target"))
-    block = _drafter(settings, workshop, f"blockwise, {BLOCK}", workshop.folder / FOLDER / BLOCK)
-    return Trained(workshop.target, frozen, joint, block, _small(config.drafter, workshop))
+    return Trained(workshop.target, frozen, joint, block, small)
 
 
 def stage(k: int, column: str) -> str:
@@ -132,36 +138,28 @@ def stage(k: int, column: str) -> str:
     return f"blockwise, k={k}, {column}"
 
 
-def _drafter(settings: drafter.Drafter, workshop: Workshop, stage: str, output: Path) -> Stored:
+def _heads(settings: drafter.Drafter, workshop: Workshop, stage: str, output: Path) -> Stored:
+    """A draft network; what it reads of the target is a stage of its own."""
     if settings.features is not None and not finished(output):
         workshop.keep_features(settings.sources, settings.features)
-    with workshop.stages.timed(stage, done=finished(output)):
-        return drafter.run(
-            settings.model_copy(update=_of_the_study(workshop.config)),
-            workshop.corpus,
-            output,
-            target=workshop.target,
-            cache=workshop.folder / ANSWERS,
-            console=workshop.console,
-        )
+    return _trained(drafter.run, settings, workshop, stage, output)
 
 
-def _joined(settings: blockwise.Blockwise, workshop: Workshop, stage: str, output: Path) -> blockwise.Trained:
-    with workshop.stages.timed(stage, done=finished(output)):
-        found = blockwise.run(
-            settings.model_copy(update=_of_the_study(workshop.config)),
-            workshop.corpus,
-            output,
-            target=workshop.target,
-            cache=workshop.folder / ANSWERS,
-            console=workshop.console,
-        )
-    return found._replace(base=workshop.cast(found.base))
-
-
-def _of_the_study(study: Study) -> dict[str, Any]:
+def _trained(
+    run: Callable[..., Result], settings: Any, workshop: Workshop, stage: str, output: Path
+) -> Result:
+    """What a recipe makes of the study's target and corpus."""
     names = ("limits", "max_new_tokens", "generation_batch")
-    return {name: getattr(study, name) for name in names}
+    study = {name: getattr(workshop.config, name) for name in names}
+    with workshop.stages.timed(stage, done=finished(output)):
+        return run(
+            settings.model_copy(update=study),
+            workshop.corpus,
+            output,
+            target=workshop.target,
+            cache=workshop.folder / ANSWERS,
+            console=workshop.console,
+        )
 
 
 def _small(row: str, workshop: Workshop) -> Subject:
@@ -221,8 +219,8 @@ def measure(config: Blockwise, workshop: Workshop, texts: pipeline.Texts, traine
     compared = []
     for name, lines in speeds.items():
         k = best(lines)
-        own = trained.joint[name][k].heads if COLUMNS[name].joint else trained.frozen[name][k]
-        size = _size(own.weights.net)
+        fastest = trained.joint[name][k].heads if COLUMNS[name].joint else trained.frozen[name][k]
+        size = _size(fastest.weights.net)
         compared.append(Compared(f"BPD, k={k}, {name}", k - 1, size, lines[k], cells[name][k]))
     for entry, params in ((block, trained.block.weights.net), (small, trained.small.laws.params)):
         size, line = _size(params), timed.line(entry)

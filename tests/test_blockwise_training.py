@@ -27,9 +27,9 @@ K = 3
 @functools.cache
 def target(kind="encoder-decoder"):
     if kind == "encoder-decoder":
-        lm, params = tiny_seq2seq(vocab_size=VOCAB)
+        lm, params = tiny_seq2seq(vocab_size=VOCAB, num_layers=1, num_encoder_layers=1)
         return jspec.Model(lm, params, eos=(END,), decoder_start=(0,), vocab_size=VOCAB - 2)
-    lm, params = tiny_decoder(vocab_size=VOCAB)
+    lm, params = tiny_decoder(vocab_size=VOCAB, num_layers=1)
     return jspec.Model(lm, params, eos=(END,), vocab_size=VOCAB - 2)
 
 

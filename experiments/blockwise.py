@@ -13,7 +13,7 @@ import jax
 from experiments import pipeline, plots, sheets
 from experiments.alpha import Laws
 from experiments.config import Blockwise
-from experiments.laboratory import Entry, Laboratory, Tested
+from experiments.laboratory import Entry, Laboratory, Scored
 from experiments.pipeline import ANSWERS, Network, Subject, Workshop, finished
 from experiments.report import Line, equality
 from experiments.results import Quality, named
@@ -85,14 +85,14 @@ class Compared(NamedTuple):
     drafted: int  # tokens a round
     parameters: int
     line: Line
-    tested: Tested
+    scored: Scored
 
 
 class Results(NamedTuple):
     """Everything that is measured."""
 
     plain: Quality  # the study's target
-    cells: dict[str, dict[int, Tested]]  # column -> k
+    cells: dict[str, dict[int, Scored]]  # column -> k
     speeds: dict[str, dict[int, Line]]  # column -> k
     compared: list[Compared]
 
@@ -193,7 +193,7 @@ def measure(config: Blockwise, workshop: Workshop, texts: pipeline.Texts, traine
         return Laboratory(study, given, texts.test, workshop.folder, stages, console, label)
 
     lab = laboratory(trained.target, "blockwise, ", {trained.small.name: trained.small})
-    cells: dict[str, dict[int, Tested]] = {name: {} for name in COLUMNS}
+    cells: dict[str, dict[int, Scored]] = {name: {} for name in COLUMNS}
     speeds: dict[str, dict[int, Line]] = {name: {} for name in TIMED}
     heads = {
         (name, k): _entry(f"{name}, k={k}", heads, k - 1)
@@ -201,7 +201,7 @@ def measure(config: Blockwise, workshop: Workshop, texts: pipeline.Texts, traine
         for k, heads in row.items()
     }
     for (name, k), entry in heads.items():
-        cells[name][k] = lab.tested(entry)
+        cells[name][k] = lab.scored(entry)
     block = _entry(BLOCK, trained.block, config.draft_length)
     small = lab.entry(trained.small, _gamma(lab, trained.small), 0.0)
     entries = [entry for (name, _), entry in heads.items() if name in TIMED] + [block, small]
@@ -213,7 +213,7 @@ def measure(config: Blockwise, workshop: Workshop, texts: pipeline.Texts, traine
         for k, found in row.items():
             own = laboratory(found.base, f"{stage(k, name)}, ", {})
             entry = _entry(f"{name}, k={k}", found.heads, k - 1)
-            cells[name][k] = own.tested(entry)
+            cells[name][k] = own.scored(entry)
             if name in TIMED:
                 speeds[name][k] = own.speed("speed", [entry], 0.0, batch_size=1).line(entry)
     compared = []
@@ -224,7 +224,7 @@ def measure(config: Blockwise, workshop: Workshop, texts: pipeline.Texts, traine
         compared.append(Compared(f"BPD, k={k}, {name}", k - 1, size, lines[k], cells[name][k]))
     for entry, params in ((block, trained.block.weights.net), (small, trained.small.laws.params)):
         size, line = _size(params), timed.line(entry)
-        compared.append(Compared(entry.name, entry.gamma, size, line, lab.tested(entry)))
+        compared.append(Compared(entry.name, entry.gamma, size, line, lab.scored(entry)))
     return Results(lab.plain[0.0], cells, speeds, compared)
 
 
@@ -337,7 +337,7 @@ def comparison(config: Blockwise, results: Results) -> Sheet:
             f"{one.line.c or 0:.3f}",
             one.line.decode.text(1),
             one.line.speedup.text(),
-            f"{one.tested.quality.score:.2f}",
+            f"{one.scored.quality.score:.2f}",
             equality(one.line),
         )
         for one in results.compared

@@ -71,7 +71,7 @@ class Entry(NamedTuple):
         return Setting(self.name, drafter, self.rule, (self.gamma + 1,))
 
 
-class Tested(NamedTuple):
+class Scored(NamedTuple):
     """The whole test set, decoded greedily and in batches: how good the answers are, and tokens a round."""
 
     quality: Quality
@@ -313,10 +313,10 @@ class Laboratory:
         name = f"test, {entry.name}, gamma {entry.gamma}, T={temperature:g}"
         return self.kept(name, Quality, self._told(entry), lambda: self._decoded(entry, temperature)[0])
 
-    def tested(self, entry: Entry) -> Tested:
+    def scored(self, entry: Entry) -> Scored:
         """The same, greedily, with tau."""
         name = f"test, {entry.name}, T=0, tau"
-        return self.kept(name, Tested, self._told(entry), lambda: Tested(*self._decoded(entry, 0.0)))
+        return self.kept(name, Scored, self._told(entry), lambda: Scored(*self._decoded(entry, 0.0)))
 
     def _told(self, entry: Entry) -> dict[str, Any]:
         """What decoding the test set with an entry depends on."""

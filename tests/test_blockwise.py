@@ -11,7 +11,7 @@ from test_study_command import run, toy_study
 from experiments import __main__ as command
 from experiments import blockwise, config, plots, sheets, study
 from experiments.blockwise import COLUMNS, TABLE_1, TIMED, Compared, Results
-from experiments.laboratory import Tested
+from experiments.laboratory import Scored
 from experiments.report import Flip, Line, Speed
 from experiments.results import Quality, named, unpacked
 
@@ -112,7 +112,7 @@ def test_the_command_refuses_in_one_line(tmp_path, changes, message):
 
 
 def cell(score, tau, flips=()):
-    return Tested(Quality(score, "BLEU", "s", 9, 99, flips), tau)
+    return Scored(Quality(score, "BLEU", "s", 9, 99, flips), tau)
 
 
 def line(name, speedup, tau=1.5):
@@ -170,7 +170,7 @@ def test_the_other_tables_and_the_picture(tmp_path):
     plots.blockwise(tmp_path / "x.png", taus, paper, speeds)
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
     cell = found.cells["both"][4]
-    assert unpacked(Tested, json.loads(json.dumps(named(cell)))) == cell
+    assert unpacked(Scored, json.loads(json.dumps(named(cell)))) == cell
 
 
 # --- the whole of it ----------------------------------------------------------------------------------

@@ -196,9 +196,9 @@ def measure(config: Blockwise, workshop: Workshop, texts: pipeline.Texts, traine
     cells: dict[str, dict[int, Scored]] = {name: {} for name in COLUMNS}
     speeds: dict[str, dict[int, Line]] = {name: {} for name in TIMED}
     heads = {
-        (name, k): _entry(f"{name}, k={k}", heads, k - 1)
+        (name, k): _entry(f"{name}, k={k}", stored, k - 1)
         for name, row in trained.frozen.items()
-        for k, heads in row.items()
+        for k, stored in row.items()
     }
     for (name, k), entry in heads.items():
         cells[name][k] = lab.scored(entry)

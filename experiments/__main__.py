@@ -116,6 +116,45 @@ def drafters(config: Config, data: Data = None, output: Output = None, smoke: Sm
     _run(measure)
 
 
+@app.command()
+def blockwise(config: Config, data: Data = None, output: Output = None, smoke: Smoke = False) -> None:
+    """Blockwise parallel decoding on a study's target: the paper's sweep, and other drafters beside it."""
+    from experiments import blockwise as comparison
+    from experiments import pipeline, quality, study
+    from experiments.config import Blockwise
+    from experiments.stages import Stages
+
+    console = _prepare()
+    try:
+        import matplotlib  # noqa: F401  (as for a study: before the training)
+
+        settings = study.load(config, smoke=smoke)
+        if not isinstance(settings, Blockwise):
+            raise ValueError(
+                f"{config}: kind: expected blockwise, got {settings.kind}: python -m experiments table"
+            )
+        path = config.parent / settings.study
+        base = study.load(path, smoke=smoke)
+        if not isinstance(base, study.Study) or settings.drafter not in base.rows():
+            raise ValueError(f"{config}: expected a study with a row {settings.drafter!r}, got {path}")
+        quality.score(base.task.metric, ["a"], ["a"])
+        folder = _folder(path, output, smoke)
+        texts = pipeline.read(base.data, data or Path("."), console)
+        stages = Stages(folder, console)
+        if base.target.finetune is not None and not pipeline.finished(folder / pipeline.TARGET):
+            pipeline.check_test(base.target.finetune, texts)
+        workshop = pipeline.Workshop(base, texts, folder, stages, console)
+        trained = comparison.train(settings, workshop)
+    except WRONG as error:
+        _fail(error)
+
+    def measure() -> None:
+        results = comparison.measure(settings, workshop, texts, trained)
+        comparison.write(settings, base, results, stages)
+
+    _run(measure)
+
+
 def _run(measure: Callable[[], None]) -> None:
     """Apart from what comes before: but for a disk that is full, what goes wrong here is no user's doing."""
     try:

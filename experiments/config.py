@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 
 from jspec import text
+from training import blockwise, drafter
 from training import config as configs
-from training import drafter
-from training.config import Strict
+from training.config import Count, Strict
+from training.text import Source
 
 DRAFTERS = ("none", "model", "trained", *text.DRAFTERS)
 
@@ -94,6 +95,76 @@ class Drafters(Strict):
             name: configs.check(overlaid(self.base, values), drafter.Drafter, f"methods.{name}")
             for name, values in self.methods.items()
         }
+
+
+class Blockwise(Strict):
+    """Stern's sweep over the block size k on the target of a study, and its drafters compared.
+
+    ``frozen`` (heads beside the target as it is) and ``masked`` (a block drafter as SpecDec's) hold keys of
+    `training.drafter.Drafter`, ``joint`` (heads and base together) those of `training.blockwise.Blockwise`;
+    what follows from the study and from other settings is none of them.
+    """
+
+    kind: Literal["blockwise"]
+    study: str  # the study that has the target, a file beside this one
+    drafter: str  # a row of that study to compare with: "small, distilled"
+    block_sizes: Annotated[tuple[Annotated[int, pydantic.Field(ge=2)], ...], pydantic.Field(min_length=1)] = (
+        2,
+        4,
+        6,
+        8,
+    )
+    mlp_width: Count | None = None  # units of the heads' hidden layer for each head; None: 4 E
+    frozen: dict[str, Any]
+    joint: dict[str, Any]
+    masked: dict[str, Any]
+    draft_length: Count = 5  # of the masked drafter
+    sentences: Count = 40  # of the test set, for speed
+    repeats: Count = 3
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Blockwise:
+        if len(set(self.block_sizes)) != len(self.block_sizes):
+            raise ValueError(f"block_sizes: expected different numbers, got {self.block_sizes}")
+        source = Source(text="target")
+        for k in self.block_sizes:
+            self.heads(k, source)
+            self.joined(k, source)
+        self.block(source)
+        return self
+
+    def heads(self, k: int, source: Source) -> drafter.Drafter:
+        """k - 1 heads beside a frozen target."""
+        network = {"num_heads": k - 1, "mlp_width": self.mlp_width}
+        made = {"kind": "blockwise", "network": network, "num_tokens": k - 1, "loss": HEADS_LOSS}
+        return _completed("frozen", self.frozen, made, source, drafter.Drafter)
+
+    def joined(self, k: int, source: Source) -> blockwise.Blockwise:
+        """k heads that learn with their base."""
+        made = {"block_size": k, "mlp_width": self.mlp_width}
+        return _completed("joint", self.joint, made, source, blockwise.Blockwise)
+
+    def block(self, source: Source) -> drafter.Drafter:
+        """SpecDec's drafter (arXiv 2203.16487): a bidirectional block of masks, each with its own vector."""
+        network = {"num_tokens": self.draft_length, "causal": False, "shared_mask": False}
+        made = {"kind": "masked", "network": network, "num_tokens": self.draft_length, "loss": HEADS_LOSS}
+        made |= {"head": "own", "features": None}
+        return _completed("masked", self.masked, made, source, drafter.Drafter)
+
+
+#: The mean of the cross-entropies of all tokens ahead.
+HEADS_LOSS = {"terms": [{"loss": "cross_entropy"}], "weighting": {"kind": "uniform"}}
+OF_THE_STUDY = ("target", "sources", "data", "limits", "max_new_tokens", "generation_batch")
+Settings = TypeVar("Settings", bound=pydantic.BaseModel)
+
+
+def _completed(
+    name: str, given: dict[str, Any], made: dict[str, Any], source: Source, kind: type[Settings]
+) -> Settings:
+    """The settings of a recipe, ``made`` those that are not given."""
+    if taken := sorted(given.keys() & {*made, *OF_THE_STUDY}):
+        raise ValueError(f"{name}.{taken[0]}: expected none, it follows from the study or other settings")
+    return configs.check({**given, **made, "sources": [source]}, kind, name)
 
 
 def overlaid(values: Any, overlay: Any) -> Any:

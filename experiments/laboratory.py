@@ -12,7 +12,7 @@ import rich.console
 import jspec
 from experiments import alpha, cost, environment, figures, progress, quality
 from experiments.bench import PLAIN, Bench, Case, Setting
-from experiments.pipeline import ANSWERS, Subject, Trained, validated
+from experiments.pipeline import ANSWERS, Network, Subject, Trained, validated
 from experiments.report import Line
 from experiments.results import Curve, Quality, fields, named, unpacked
 from experiments.stages import Stages
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
     """
 
     name: str
-    subject: Subject
+    subject: Subject | Network
     gamma: int
     rule: Verifier
     sample: bool = True
@@ -71,11 +71,19 @@ class Entry(NamedTuple):
         return Setting(self.name, drafter, self.rule, (self.gamma + 1,))
 
 
+class Scored(NamedTuple):
+    """The whole test set, decoded greedily and in batches: how good the answers are, and tokens a round."""
+
+    quality: Quality
+    tau: float
+
+
 class Laboratory:
     """A study's trained models and its test set.
 
     Args:
       records: the test set's texts, whose targets are the references.
+      label: what the names of stages begin with, where one folder has several targets.
     Attributes:
       examples: the test set.
       answers: temperature -> what plain decoding writes, and ``plain`` its quality.
@@ -89,14 +97,14 @@ class Laboratory:
         folder: Path,
         stages: Stages,
         console: rich.console.Console,
+        label: str = "",
     ) -> None:
-        self.config, self.settings = config, config.measure
+        self.config, self.settings, self.label = config, config.measure, label
         self.target, self.all = trained.target, trained.subjects
         self.records, self.folder, self.stages, self.console = records, folder, stages, console
         self.examples, self.validation = trained.test, trained.validation
         chosen = self.settings.drafters
         self.subjects = [s for name, s in self.all.items() if chosen is None or name in chosen]
-        self.fingerprints = {name: subject.fingerprint for name, subject in self.all.items()}
         device = jax.devices()[0]
         self._inputs: dict[str, Any] = {
             "target": recipe.model_fingerprint(self.target.lm.config, self.target.params),
@@ -124,7 +132,7 @@ class Laboratory:
         """A measured value of type ``kind``, kept as a stage; the inputs of all measurements are added, and
         the names of its fields, so that a value of another form is measured again."""
         inputs = self._inputs | inputs | {"fields": fields(kind)}
-        return unpacked(kind, self.stages.kept(name, inputs, lambda: named(function())))
+        return unpacked(kind, self.stages.kept(self.label + name, inputs, lambda: named(function())))
 
     # --- plain decoding of the test set -------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class Laboratory:
         return self.kept(
             f"alpha{' on validation' if validation else ''}, {subject.name}, T={temperature:g}",
             float,
-            {"drafter": self.fingerprints[subject.name], "text": recipe.text_fingerprint(examples)},
+            {"drafter": subject.fingerprint, "text": recipe.text_fingerprint(examples)},
             lambda: alpha.alpha(self.target, subject.laws, examples, temperature),
         )
 
@@ -181,7 +189,7 @@ class Laboratory:
     ) -> list[float]:
         """alpha of a drafter for each lenience at temperature 1, on the same texts."""
         examples = self.validated(1.0) if validation else self.written(1.0)
-        inputs = {"drafter": self.fingerprints[subject.name], "text": recipe.text_fingerprint(examples)}
+        inputs = {"drafter": subject.fingerprint, "text": recipe.text_fingerprint(examples)}
         return self.kept(
             f"lenient alpha{' on validation' if validation else ''}, {subject.name}",
             list[float],
@@ -252,7 +260,7 @@ class Laboratory:
             "probe": probe,
             "sentences": settings.sentences,
             "temperatures": temperatures,
-            "drafters": [[subject.name, self.fingerprints[subject.name]] for subject in self.subjects],
+            "drafters": [[subject.name, subject.fingerprint] for subject in self.subjects],
             "sample": [[self.entry(s, probe, t).sample for t in temperatures] for s in self.subjects],
         }
         return self.kept(f"costs, batch {batch_size}", Costs, inputs, run)
@@ -294,7 +302,7 @@ class Laboratory:
             "sentences": sentences,
             "repeats": self.settings.repeats,
             # A list: they are decoded in this order, and the kept lines stand in it.
-            "entries": [[e.name, self.fingerprints[e.subject.name], e.gamma, e.rule.name] for e in entries],
+            "entries": [[e.name, e.subject.fingerprint, e.gamma, e.rule.name] for e in entries],
         }
         return self.kept(title, Timed, inputs, run)
 
@@ -302,32 +310,39 @@ class Laboratory:
 
     def quality(self, entry: Entry, temperature: float) -> Quality:
         """The whole test set, speculatively and in batches."""
+        name = f"test, {entry.name}, gamma {entry.gamma}, T={temperature:g}"
+        return self.kept(name, Quality, self._told(entry), lambda: self._decoded(entry, temperature)[0])
 
-        def run() -> Quality:
-            setting = entry.setting
-            output = jspec.generate(
-                self.target,
-                [example.source for example in self.examples],
-                drafter=setting.drafter,
-                verify=setting.verify,
-                widths=setting.widths,
-                temperature=temperature,
-                seed=[(self.settings.seed + i) % 2**32 for i in range(len(self.examples))],
-                max_new_tokens=self.config.max_new_tokens,
-                batch_size=self.settings.quality_batch,
-            )
-            found = self._quality(output.tokens)
-            if temperature > 0:
-                return found
-            flips = self.bench(1, len(self.examples)).flips(output.tokens, self.answers[temperature])
-            return found._replace(flips=flips)
+    def scored(self, entry: Entry) -> Scored:
+        """The same, greedily, with tau."""
+        name = f"test, {entry.name}, T=0, tau"
+        return self.kept(name, Scored, self._told(entry), lambda: Scored(*self._decoded(entry, 0.0)))
 
-        inputs = {
-            "drafter": self.fingerprints[entry.subject.name],
+    def _told(self, entry: Entry) -> dict[str, Any]:
+        """What decoding the test set with an entry depends on."""
+        return {
+            "drafter": entry.subject.fingerprint,
             "gamma": entry.gamma,
             "verify": [entry.rule.name, entry.name],
             "batch": self.settings.quality_batch,
             "metric": self.config.task.metric,
         }
-        name = f"test, {entry.name}, gamma {entry.gamma}, T={temperature:g}"
-        return self.kept(name, Quality, inputs, run)
+
+    def _decoded(self, entry: Entry, temperature: float) -> tuple[Quality, float]:
+        setting = entry.setting
+        output = jspec.generate(
+            self.target,
+            [example.source for example in self.examples],
+            drafter=setting.drafter,
+            verify=setting.verify,
+            widths=setting.widths,
+            temperature=temperature,
+            seed=[(self.settings.seed + i) % 2**32 for i in range(len(self.examples))],
+            max_new_tokens=self.config.max_new_tokens,
+            batch_size=self.settings.quality_batch,
+        )
+        found, tau = self._quality(output.tokens), output.stats.mean_accepted_length or 1.0
+        if temperature > 0:
+            return found, tau
+        flips = self.bench(1, len(self.examples)).flips(output.tokens, self.answers[temperature])
+        return found._replace(flips=flips), tau

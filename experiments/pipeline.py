@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from experiments.stages import Stages
 from experiments.study import Study
 from jspec import Model, drafters, load, models, parallel
 from jspec.checkpoint import SMOLLM2
+from jspec.drafters import stored
+from jspec.drafters.stored import Stored
 from jspec.io import hf, orbax
 from jspec.io.tokenizer import Tokenizer, from_folder
 from jspec.types import Drafter
@@ -60,10 +63,28 @@ class Subject:
             return drafters.ngram(self.laws.params, gamma)
         return drafters.model(self.model, gamma, sample=sample)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for equal weights."""
         return recipe.model_fingerprint(self.laws.lm.config, self.laws.params)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """A draft network, as a `Subject` of tables whose drafters are decoded with and not teacher-forced."""
+
+    name: str
+    stored: Stored
+    paper: None = None
+
+    def drafter(self, gamma: int, *, sample: bool = True) -> Drafter:
+        """Drafting a chain of ``gamma`` tokens, sampled or the likeliest."""
+        return stored.drafter(self.stored, gamma, sample=sample)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal weights."""
+        return recipe.model_fingerprint(self.stored.network.config, self.stored.weights.net)
 
 
 class Trained(NamedTuple):
@@ -152,7 +173,7 @@ def train(
     config: Study, texts: Texts, folder: Path, stages: Stages, console: rich.console.Console
 ) -> Trained:
     """Everything that is trained or counted; what is there already is read."""
-    if config.target.finetune is not None and not _finished(folder / TARGET):
+    if config.target.finetune is not None and not finished(folder / TARGET):
         check_test(config.target.finetune, texts)
     workshop = Workshop(config, texts, folder, stages, console)
     test, counts = encode_test(config, workshop.target, texts.test, console)
@@ -198,7 +219,7 @@ class Workshop:
             return load(settings.model, self.config.measure.dtype, mesh=self.mesh)
         assert settings.finetune is not None
         output = self.folder / TARGET
-        with self.stages.timed("target", done=_finished(output)):
+        with self.stages.timed("target", done=finished(output)):
             model = finetune.run(
                 settings.finetune.model_copy(update={"limits": self.config.limits}),
                 recipe.Corpus(texts.train, texts.validation),
@@ -206,7 +227,7 @@ class Workshop:
                 mesh=self.mesh,
                 console=self.console,
             )
-        return self._cast(model)
+        return self.cast(model)
 
     # --- what the target writes -----------------------------------------------------------------------
 
@@ -276,9 +297,9 @@ class Workshop:
 
     def distil(self, stage: str, settings: distill.Distill, output: Path) -> Model:
         """A drafter by any settings; cross-entropy on references is plain fine-tuning."""
-        if settings.features is not None and not _finished(output):
+        if settings.features is not None and not finished(output):
             self.keep_features(settings.sources, settings.features)
-        with self.stages.timed(stage, done=_finished(output)):
+        with self.stages.timed(stage, done=finished(output)):
             model = distill.run(
                 settings,
                 self.corpus,
@@ -288,17 +309,18 @@ class Workshop:
                 mesh=self.mesh,
                 console=self.console,
             )
-        return self._cast(model)
+        return self.cast(model)
 
     def count(self, name: str) -> Subject:
         """An n-gram drafter."""
         counted, output = self.config.ngrams[name], self.folder / name
         corpus = self.corpus._replace(train=self.answered(counted.source))
-        with self.stages.timed(name, done=_finished(output)):
+        with self.stages.timed(name, done=finished(output)):
             table = ngram.run(counted.recipe(), corpus, output, target=self.target)
         return Subject(name, counted.paper, Laws(table_model(table.vocab_size), table), None)
 
-    def _cast(self, model: Model) -> Model:
+    def cast(self, model: Model) -> Model:
+        """A trained model in the dtype that it is measured in."""
         return dataclasses.replace(model, params=models.cast(model.params, self.config.measure.dtype))
 
 
@@ -367,5 +389,6 @@ def _called(source: text.Source) -> str:
     return f"T={source.temperature:g}, seed {source.seed}, {number}"
 
 
-def _finished(folder: Path) -> bool:
+def finished(folder: Path) -> bool:
+    """Whether a run has come to its end."""
     return (folder / orbax.DONE).is_file()

@@ -152,3 +152,27 @@ def losses(path: Path, alphas: dict[str, tuple[report.Speed, report.Speed]]) -> 
     axis.set_xlabel("alpha (median, range)")
     axis.legend(fontsize=8, frameon=False)
     save(path)
+
+
+def blockwise(
+    path: Path,
+    taus: dict[str, dict[int, float]],
+    paper: dict[str, dict[int, float]],
+    speeds: dict[str, dict[int, report.Speed]],
+) -> None:
+    """Mean accepted block size, beside the paper's, and speed-up with its range against the block size."""
+    _, axes, save = _figure(2)
+    blocks, speed = axes[0]
+    for colour, (name, row) in zip(COLOURS, taus.items(), strict=True):
+        blocks.plot([*row], [*row.values()], "o-", color=colour, label=name)
+        blocks.plot([*paper[name]], [*paper[name].values()], "s--", ms=3, lw=0.8, color=colour)
+        if name in speeds:
+            values = np.array([*speeds[name].values()])
+            spread = np.abs(values[:, 1:] - values[:, :1]).T
+            speed.errorbar([*row], values[:, 0], spread, fmt="o-", color=colour, capsize=3, label=name)
+    blocks.set(xlabel="block size k", ylabel="mean accepted block size (dashed: Stern et al.)")
+    speed.set(xlabel="block size k", ylabel="speed-up of decoding")
+    speed.axhline(1, color="#222222", lw=0.8)
+    for axis in axes[0]:
+        axis.legend(fontsize=8, frameon=False)
+    save(path)

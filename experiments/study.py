@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from experiments import paper
-from experiments.config import Drafters, Table, overlaid
+from experiments.config import Blockwise, Drafters, Table, overlaid
 from jspec import verify
 from training import config as configs
 from training import distill, losses, readers
@@ -265,7 +265,13 @@ class Losses(Strict):
         return self
 
 
-KINDS: dict[str, type[Strict]] = {"speed": Table, "study": Study, "losses": Losses, "drafters": Drafters}
+KINDS: dict[str, type[Strict]] = {
+    "speed": Table,
+    "study": Study,
+    "losses": Losses,
+    "drafters": Drafters,
+    "blockwise": Blockwise,
+}
 
 
 def load(path: str | Path, *, smoke: bool = False) -> Any:

@@ -109,7 +109,7 @@ def test_rows_are_drafters_times_recipes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "stduy"}, "kind: expected one of speed, study, losses, drafters, got 'stduy'"),
+        ({"kind": "stduy"}, "kind: expected one of speed, study, losses, drafters, blockwise, got 'stduy'"),
         ({"nonsense": 1}, "nonsense: unknown key"),
         ({"target": {}}, "target: expected one of model and finetune"),
         ({"drafters": {"a": {"model": "x", **TRAINING}}}, "drafters.a: expected either model, or start"),

@@ -90,6 +90,16 @@ def drafter(config: Config, data: DataFolder = Path("."), output: Output = None,
 
 
 @app.command()
+def blockwise(
+    config: Config, data: DataFolder = Path("."), output: Output = None, cache: Cache = None
+) -> None:
+    """A model and heads that draft for it learn together (blockwise parallel decoding)."""
+    from training import blockwise as recipes
+
+    _train(recipes, recipes.Blockwise, config, data, output, cache=cache, console=_console())
+
+
+@app.command()
 def plan(config: Config, data: DataFolder = Path(".")) -> None:
     """How long a drafter's text, features and training take on this device, by a short measured burst."""
     from training import config as configs

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jspec.drafters import nets
 from jspec.drafters.common import take
 from jspec.drafters.nets import NetConfig, Network, Text, Weights
-from jspec.models.layers import Linear
+from jspec.models.layers import Linear, product
 from jspec.types import LanguageModel, PyTree
 
 KINDS = ("medusa", "hydra", "blockwise")
@@ -128,6 +128,16 @@ class Heads(nnx.Module):
         out = self.down(jax.nn.relu(self.up(hidden)))
         out = out.reshape(*hidden.shape[:-1], self.config.num_heads, self.config.width)
         return hidden[..., None, :] + out[..., :num_tokens, :]
+
+    def one(self, hidden: Float[Array, "... E"], k: Int[Array, ""]) -> Float[Array, "... E"]:
+        """The output of blockwise head ``k`` (from 0), without the work for the others."""
+        assert self.up is not None
+        assert self.down is not None
+        assert self.down.bias is not None
+        width = self.config.width
+        own = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=k * width, slice_size=width)
+        out = product(jax.nn.relu(self.up(hidden)), own(self.down.kernel[...], axis=1))
+        return hidden + out + jnp.expand_dims(own(self.down.bias[...]), tuple(range(hidden.ndim - 1)))
 
     def next(self, read: Float[Array, "... I"], k: int) -> Float[Array, "... E"]:
         """The output of Hydra's head ``k`` (from 0) over h and k + 1 embeddings side by side."""

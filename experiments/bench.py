@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import jspec
-from experiments import alpha, cost
+from experiments import alpha, cost, environment
 from experiments.report import Flip
 from jspec import drafters, engine, measure, verify
 from jspec.batch import Request, pad
@@ -166,6 +166,7 @@ class Bench:
         for setting in settings:
             for group in shapes.values():
                 self.decode(group, setting, 0.0, max_new_tokens=2)
+                environment.check_room()
             advance()
 
     def _shape(self, group: Sequence[int]) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 MAPS = Path("/proc/self/maps")  # Linux only
+LIMIT = Path("/proc/sys/vm/max_map_count")
 MANY = 30_000
 
 
@@ -80,6 +81,23 @@ def _commit() -> str:
 def make_room(most: int = MANY) -> None:
     """Forget compiled programs if they fill the process's memory mappings: a tiny generation leaves some 700
     behind, Linux grants a process 65,530, and XLA's compiler crashes at the last one."""
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > most:
+    if _mappings() > most:
         jax.clear_caches()
         gc.collect()
+
+
+def check_room(share: float = 0.9) -> None:
+    """Refuse to compile on where the programs that are needed together fill the mappings that there are.
+
+    Raises:
+        OSError: more than ``share`` of them are taken.
+    """
+    if LIMIT.exists() and (taken := _mappings()) > share * (limit := int(LIMIT.read_text())):
+        raise OSError(
+            f"compiled programs take {taken} of the {limit} memory mappings that Linux grants a process; "
+            "expected fewer rows in a table, or sysctl -w vm.max_map_count=1048576"
+        )
+
+
+def _mappings() -> int:
+    return MAPS.read_bytes().count(b"\n") if MAPS.exists() else 0

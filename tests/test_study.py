@@ -686,3 +686,17 @@ def test_a_stage_begins_with_room_for_its_programs(tmp_path, monkeypatch):
     maps.write_text("a mapping\n" * environment.MANY)
     with running.timed("fewer"):
         assert cleared == [1]
+
+
+def test_programs_that_are_needed_together_are_refused_in_time(tmp_path, monkeypatch):
+    """XLA's compiler crashes where the next one finds no memory mapping."""
+    maps, limit = tmp_path / "maps", tmp_path / "limit"
+    monkeypatch.setattr(environment, "MAPS", maps)
+    monkeypatch.setattr(environment, "LIMIT", limit)
+    environment.check_room()  # no Linux
+    limit.write_text("100\n")
+    maps.write_text("a mapping\n" * 90)
+    environment.check_room()
+    maps.write_text("a mapping\n" * 91)
+    with pytest.raises(OSError, match=r"programs take 91 of the 100 memory mappings .* vm\.max_map_count="):
+        environment.check_room()

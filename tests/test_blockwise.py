@@ -4,16 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import rich.console
 import typer.testing
 import yaml
 from test_study_command import run, toy_study
 
 from experiments import __main__ as command
-from experiments import blockwise, config, plots, sheets, study
+from experiments import blockwise, config, sheets, study
 from experiments.blockwise import COLUMNS, TABLE_1, TIMED, Compared, Results
 from experiments.laboratory import Scored
 from experiments.report import Flip, Line, Speed
-from experiments.results import Quality, named, unpacked
+from experiments.results import Quality, unpacked
+from experiments.stages import Stages
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LOOP = {"batching": {"batch_size": 32, "buckets": 1}, "training": {"steps": 20}}
@@ -164,13 +166,15 @@ def test_the_other_tables_and_the_picture(tmp_path):
     compared = blockwise.comparison(settings(), found)
     assert compared.rows[0][:5] == ("BPD, k=2, both", "1", "1.5M", "1.50", "0.100")
     assert compared.rows[1][-3:] == ("0.90 (0.80-1.00)", "30.00", "yes")
-    taus = {name: {k: cell.tau for k, cell in row.items()} for name, row in found.cells.items()}
-    paper = {name: {k: tau for k, (_, tau) in row.items()} for name, row in TABLE_1.items()}
-    speeds = {name: {k: one.speedup for k, one in row.items()} for name, row in found.speeds.items()}
-    plots.blockwise(tmp_path / "x.png", taus, paper, speeds)
-    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
-    cell = found.cells["both"][4]
-    assert unpacked(Scored, json.loads(json.dumps(named(cell)))) == cell
+    kept = Stages(tmp_path, rich.console.Console(quiet=True))
+    kept.kept("blockwise, test, plain, T=0", {}, lambda: 1)
+    blockwise.write(settings(), study.load(CONFIGS / "t5_en_de_cpu.yaml"), found, kept)
+    text = (tmp_path / "blockwise.md").read_text()
+    assert all(f"## {sheet.title}" in text for sheet in (by_k, compared))
+    assert "Made by (blockwise, test, plain):" in text
+    assert (tmp_path / "blockwise.png").read_bytes()[:4] == b"\x89PNG"
+    content = json.loads((tmp_path / "blockwise.json").read_text())["results"]
+    assert unpacked(Scored, content["cells"]["both"]["4"]) == found.cells["both"][4]
 
 
 # --- the whole of it ----------------------------------------------------------------------------------

@@ -197,6 +197,7 @@ class Bench:
     ) -> cost.Drafting:
         """A round's drafting, in the state that the first group is in after so many rounds (0 for a drafter
         whose cost does not depend on them: the target's loop need not be compiled then)."""
+        environment.check_room()
         group = self.groups[0]
         chosen, rows = self.options(temperature, group), range(self.batch_size)
         requests = [self.cases[i].request for i in group]

@@ -25,7 +25,8 @@ def _confident(threshold: Float[Array, ""], law: Float[Array, "B V"]) -> Bool[Ar
 
 
 def confidence(threshold: float) -> Continue:
-    """Draft on while the most likely token has at least this probability.
+    """Draft on while the drafter gives its most likely token at least this probability, before the request's
+    temperature, filters and penalties: one threshold means the same for all requests, greedy ones, too.
 
     Transformers' ``assistant_confidence_threshold`` looks at the drafted token instead, which is exact only
     for greedy drafts: a stop that depends on the drawn token biases the output.
@@ -46,7 +47,7 @@ def _likely_accepted(
 def entropy_bound(threshold: float, scale: float = 0.2) -> Continue:
     """Draft on while ``1 - sqrt(scale * H(q))``, a bound on the acceptance rate from the entropy of the
     drafter's law in nats, is at least ``threshold`` (in the manner of AdaEDL, arXiv 2410.18351; ``scale`` is
-    a constant to be set per drafter)."""
+    a constant to be set per drafter). It is the law before the request's settings, as for `confidence`."""
     return Partial(_likely_accepted, jnp.float32(threshold), jnp.float32(scale))
 
 
@@ -85,8 +86,8 @@ def draft_chain(
 
     The first call of ``step`` gets the root. Rows that are not ``active`` any more must keep their carry: how
     long the loop runs depends on the neighbours, and nothing of a row may. A token is drafted if the budget
-    leaves room for it, if ``room`` (tokens the drafter can still place) does, if ``proceed(law)`` holds for
-    the law it would come from, and ``ready(carry)`` for the carry that came with it (a confidence head): all
+    leaves room for it, if ``room`` (tokens the drafter can still place) does, if ``proceed`` holds for the
+    softmax of its logits, and ``ready(carry)`` for the carry that came with it (a confidence head): all
     known before the draw, so that the output law is untouched. The loop ends when no row goes on. Drawn
     tokens (``sample``) carry their laws; otherwise each token is the argmax of its law.
     """
@@ -100,9 +101,10 @@ def draft_chain(
         t = loop.step
         alive = loop.alive & (t < room)
         carry, logits = step(loop.carry, loop.token, t, alive)
-        law = context.sampler.law(loop.history, fit_vocabulary(logits, vocab_size))
-        if proceed is not None:
-            alive = alive & proceed(law)
+        logits = fit_vocabulary(logits, vocab_size)
+        law = context.sampler.law(loop.history, logits)
+        if proceed is not None:  # not the sampler's law: that of temperature 0 is always sure
+            alive = alive & proceed(jax.nn.softmax(logits.astype(jnp.float32), axis=-1))
         if ready is not None:
             alive = alive & ready(carry)
         token = sampling.draw(sampling.fold(keys, t), law) if sample else sampling.argmax(law)

@@ -37,7 +37,8 @@ class Row(Strict):
 
 
 class Table(Strict):
-    """The speed table: every row on every prompt, each repeat in turn with plain decoding."""
+    """The speed table: every row on every prompt, each repeat in turn with plain decoding; one for each
+    temperature and batch size (prompts decoded together)."""
 
     kind: Literal["speed"] = "speed"
     target: str
@@ -45,6 +46,7 @@ class Table(Strict):
     prompts: Prompts
     max_new_tokens: Annotated[int, pydantic.Field(ge=1)] = 128
     temperatures: tuple[Annotated[float, pydantic.Field(ge=0)], ...] = (0.0,)
+    batch_sizes: Annotated[tuple[Count, ...], pydantic.Field(min_length=1)] = (1,)
     seed: int = 0
     repeats: Annotated[int, pydantic.Field(ge=1)] = 3
     curve: tuple[Annotated[int, pydantic.Field(ge=1)], ...] = (1, 2, 4, 5, 8, 16, 24)  # widths n of t(n)

@@ -45,13 +45,21 @@ class Flip(NamedTuple):
     gap: float  # top logit less the second, of plain decoding at that position
 
 
+class Section(NamedTuple):
+    """What was measured at one temperature and batch size."""
+
+    title: str
+    lines: list[Line]
+    curve: CostCurve  # of this batch size
+    fill: int  # cached tokens behind which the curve was measured
+    rounds: dict[str, Any]  # row -> prompt -> lists
+
+
 class Report(NamedTuple):
     """Everything a table run measured."""
 
-    sections: dict[str, list[Line]]  # by title, one a temperature
-    curve: CostCurve
-    fill: int  # cached tokens behind which the curve was measured
-    rounds: dict[str, Any]  # title -> row -> prompt -> lists
+    sections: list[Section]
+    near_tie: float  # the gap below which `equality` excuses another token
 
 
 class Rounds(NamedTuple):
@@ -104,7 +112,9 @@ class Line(NamedTuple):
     note: str = ""
 
 
-FLIP_GAP = 1e-3  # logits: below it two block shapes may round to different tokens
+#: By dtype: logits of plain decoding that are less apart may change places in a block of another shape. In
+#: bfloat16 numbers between 16 and 32 are 0.125 apart.
+NEAR_TIE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
 HEADINGS = (
     "drafter",
     "tau",
@@ -122,7 +132,7 @@ HEADINGS = (
 LEFT = (0, len(HEADINGS) - 1)  # columns of words
 
 
-def equality(line: Line, gap: float = FLIP_GAP) -> str:
+def equality(line: Line, gap: float = NEAR_TIE["float32"]) -> str:
     """Whether the tokens are those of plain decoding.
 
     A prompt that differs counts as equal only where plain decoding itself was undecided: the difference of
@@ -153,8 +163,8 @@ def verdict(speedup: Speed) -> str:
     return slower + (" ~" if speedup.low < 1 < speedup.high else "")
 
 
-def cells(line: Line) -> tuple[str, ...]:
-    """A line under `HEADINGS`."""
+def cells(line: Line, gap: float = NEAR_TIE["float32"]) -> tuple[str, ...]:
+    """A line under `HEADINGS`; ``gap`` as for `equality`."""
 
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
@@ -171,12 +181,14 @@ def cells(line: Line) -> tuple[str, ...]:
         "1" if line.baseline else line.speedup.text() + verdict(line.speedup),
         line.overall.text(1),
         "1" if line.baseline else line.overall_speedup.text() + verdict(line.overall_speedup),
-        "-" if line.baseline else equality(line),
+        "-" if line.baseline else equality(line, gap),
     )
 
 
-LEGEND = """\
-* Every row decodes every prompt in every repeat, in turn with plain decoding on the same prompt. Speeds are
+def legend(gap: float) -> str:
+    """What the columns are."""
+    return f"""\
+* Every row decodes every prompt in every repeat, in turn with plain decoding on the same prompts. Speeds are
   new tokens per second, median (least-greatest) of the repeats; a speed-up is the ratio of one repeat.
   "slower": the median is below plain decoding; "~": the repeats disagree on which is faster. Without "with
   prompt" the time starts when the prompt has been read. Compilation is never timed. Above temperature 0 every
@@ -191,7 +203,7 @@ LEGEND = """\
   the mean cost of the rounds, drafting plus t(n)/t(1) of the block widths they ran. Both rest on costs that
   were measured before the decoding, in loops of their own: on a busy machine they may not hold for it.
 * Equals plain: a prompt that differs counts as equal only if plain decoding's two best logits there are less
-  than 0.001 apart."""
+  than {gap:g} apart."""
 
 
 def curve_text(curve: CostCurve, fill: int) -> str:
@@ -211,13 +223,16 @@ def curve_text(curve: CostCurve, fill: int) -> str:
     )
 
 
-def markdown(sections: dict[str, list[Line]], curve: str, setup: dict[str, str]) -> str:
-    """The whole report; one table for each title in ``sections``."""
+def markdown(measured: Report, setup: dict[str, str]) -> str:
+    """The whole report."""
     parts = []
-    for title, lines in sections.items():
-        rows = [cells(line) for line in lines]
-        parts.append(sheets.markdown(Sheet(title, HEADINGS, rows, tuple(notes(lines)), LEFT)))
-    parts += [curve, "", LEGEND, "", environment.listing(setup), ""]
+    for number, section in enumerate(measured.sections):
+        rows = [cells(line, measured.near_tie) for line in section.lines]
+        parts.append(sheets.markdown(Sheet(section.title, HEADINGS, rows, tuple(notes(section.lines)), LEFT)))
+        following = measured.sections[number + 1 :]
+        if not following or following[0].curve is not section.curve:
+            parts += [curve_text(section.curve, section.fill), ""]
+    parts += [legend(measured.near_tie), "", environment.listing(setup), ""]
     return "\n".join(parts)
 
 
@@ -238,8 +253,9 @@ def notes(lines: list[Line]) -> list[str]:
     return found
 
 
-def show(console: rich.console.Console, title: str, lines: list[Line]) -> None:
-    """One table on the terminal: spreads below their medians, fewer columns where it is narrow."""
+def show(console: rich.console.Console, title: str, lines: list[Line], gap: float) -> None:
+    """One table on the terminal: spreads below their medians, fewer columns where it is narrow. ``gap`` as
+    for `equality`."""
     table = rich.table.Table(
         title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
     )
@@ -250,7 +266,7 @@ def show(console: rich.console.Console, title: str, lines: list[Line]) -> None:
         table.add_column(HEADINGS[i], justify=side, overflow="fold", max_width=14)
     for line in lines:
         slower = not line.baseline and line.speedup.median < 1
-        texts = [text.replace(" (", "\n").replace(")", "") for text in cells(line)]
+        texts = [text.replace(" (", "\n").replace(")", "") for text in cells(line, gap)]
         table.add_row(*(texts[i] for i in shown), style="red" if slower else None)
     console.print(table)
 
@@ -323,17 +339,22 @@ def _or_nan(value: float | None) -> float:
 
 
 def write(folder: Path, console: rich.console.Console, measured: Report, config: dict[str, Any]) -> None:
-    """The table on the terminal, and table.md, rounds.json and speedup.png in ``folder``."""
+    """The tables on the terminal, and table.md, rounds.json and speedup.png in ``folder``."""
     setup = environment.current()
-    curve = curve_text(measured.curve, measured.fill)
-    for number, (title, lines) in enumerate(measured.sections.items()):
-        show(console, title, lines)
+    for number, (title, lines, curve, fill, _) in enumerate(measured.sections):
+        show(console, title, lines, measured.near_tie)
         for note in notes(lines):
             console.print(f"* {note}", markup=False, highlight=False)
+        console.print("\n" + curve_text(curve, fill), markup=False, highlight=False, soft_wrap=True)
         chart(folder / f"speedup{number or ''}.png", title, lines)
-    for text in (curve, LEGEND, environment.listing(setup)):
+    for text in (legend(measured.near_tie), environment.listing(setup)):
         console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
-    (folder / "table.md").write_text(markdown(measured.sections, curve, setup), encoding="utf-8")
-    content = {"config": config, "setup": setup, "curve": measured.curve._asdict(), "rows": measured.rounds}
+    (folder / "table.md").write_text(markdown(measured, setup), encoding="utf-8")
+    content = {
+        "config": config,
+        "setup": setup,
+        "curves": {section.title: section.curve._asdict() for section in measured.sections},
+        "rows": {section.title: section.rounds for section in measured.sections},
+    }
     (folder / "rounds.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
     console.print(f"\nwritten: {folder}/table.md, rounds.json, speedup.png", markup=False, highlight=False)

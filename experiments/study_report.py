@@ -29,9 +29,7 @@ MEASUREMENTS = (
     "lenient alpha on validation",
     "sweep",
 )  # first words of stages
-#: By dtype: logits of plain decoding that are less apart may change places in a block of another shape. In
-#: bfloat16 numbers between 16 and 32 are 0.125 apart.
-NEAR_TIE = {"float32": report.FLIP_GAP, "bfloat16": 0.25}
+NEAR_TIES = "{float32:g} apart ({bfloat16:g} in bfloat16)".format_map(report.NEAR_TIE)
 LEGEND = f"""\
 * Speed-up: of whole inference (headline; encoders of target and drafter, reading, decoding, and all that the
   host does between), and of decoding alone. Each setting decodes each sentence in turn with plain decoding;
@@ -53,8 +51,8 @@ LEGEND = f"""\
   bookkeeping, and what the loops that measure the parts do not see.
 * Same tokens: the whole test set against plain decoding, at T = 0; where a number of sentences is given, the
   timed ones. A sentence that differs counts as equal only where the target's two best logits, after what
-  plain decoding wrote up to there, are less than {NEAR_TIE["float32"]:g} apart ({NEAR_TIE["bfloat16"]:g} in
-  bfloat16): a near-tie. "In law": sampled.
+  plain decoding wrote up to there, are less than {NEAR_TIES}: a near-tie.
+  "In law": sampled.
 * The paper's figures: {paper.SOURCE}, at batch size 1; rows from Tables 2 and 4. Another model and machine
   (T5-XXL, one TPU v4), and other data ({paper.TASKS["ende"]} or {paper.TASKS["cnndm"]}) unless the table
   "data" names the same. Its appendix A.5 prints the lenient rule for argmax decoding with "<=" where ">="
@@ -69,8 +67,8 @@ def _same(row: Row, dtype: str) -> str:
     """Whether speculation gave plain decoding's tokens; of how many sentences, where not of all."""
     if row.quality is not None:
         line = row.line._replace(flips=row.quality.flips, num_prompts=row.quality.sentences)
-        return report.equality(line, NEAR_TIE[dtype])
-    found = report.equality(row.line, NEAR_TIE[dtype])
+        return report.equality(line, report.NEAR_TIE[dtype])
+    found = report.equality(row.line, report.NEAR_TIE[dtype])
     return f"{found} ({row.line.num_prompts} sentences)" if found.startswith("yes") else found
 
 

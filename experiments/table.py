@@ -118,33 +118,50 @@ def run(
     """
     if all(setting.drafts or setting.note for setting in settings):
         settings = [PLAIN, *settings]
-    bench = Bench(
-        model, cases, max_new_tokens=config.max_new_tokens, seed=config.seed, repeats=config.repeats
-    )
-    trials = len(config.temperatures) * config.repeats * len(bench.groups) * len(settings)
-    with progress.bars(console) as bar:
-        bench.compile(settings, bar("compiling", len(settings)))
-        curve, fill = bench.curve(
-            config.curve, bar("cost curve", len({1, *config.curve}) * (measure.REPEATS + 1))
+    benches = [
+        Bench(
+            model,
+            cases,
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed,
+            repeats=config.repeats,
+            batch_size=size,
         )
-        drafted = bar("drafting", len(settings) * len(config.temperatures))
-        advance = bar("decoding", trials)
-        sections, rounds = {}, {}
-        for temperature in config.temperatures:
-            title = _title(config, model, len(cases), temperature)
-            drafting: list[cost.Drafting | None] = []
-            for setting in settings:
-                drafting.append(bench.draft_seconds(setting, temperature) if setting.drafts else None)
-                drafted()
-            all_trials = bench.trials(settings, temperature, advance)
-            sections[title] = figures.lines(bench, settings, all_trials, drafting, curve, temperature)
-            rounds[title] = figures.content(bench, settings, all_trials)
-    return report.Report(sections, curve, fill, rounds)
+        for size in config.batch_sizes
+    ]
+    groups, kinds = sum(len(bench.groups) for bench in benches), len(config.temperatures)
+    forwards = len(benches) * len({1, *config.curve}) * (measure.REPEATS + 1)
+    sections = []
+    with progress.bars(console) as bar:
+        compiled = bar("compiling", len(benches) * len(settings))
+        curve_done = bar("cost curve", forwards)
+        drafted = bar("drafting", len(benches) * len(settings) * kinds)
+        advance = bar("decoding", kinds * config.repeats * groups * len(settings))
+        for bench in benches:
+            bench.compile(settings, compiled)
+            curve, fill = bench.curve(config.curve, curve_done)
+            for temperature in config.temperatures:
+                drafting: list[cost.Drafting | None] = []
+                for setting in settings:
+                    drafting.append(bench.draft_seconds(setting, temperature) if setting.drafts else None)
+                    drafted()
+                trials = bench.trials(settings, temperature, advance)
+                sections.append(
+                    report.Section(
+                        _title(config, model, len(cases), temperature, bench.batch_size),
+                        figures.lines(bench, settings, trials, drafting, curve, temperature),
+                        curve,
+                        fill,
+                        figures.content(bench, settings, trials),
+                    )
+                )
+    return report.Report(sections, report.NEAR_TIE[config.dtype])
 
 
-def _title(config: Table, model: jspec.Model, num_prompts: int, temperature: float) -> str:
+def _title(config: Table, model: jspec.Model, num_prompts: int, temperature: float, batch_size: int) -> str:
     law = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    together = "one row at a time" if batch_size == 1 else f"{batch_size} rows at a time"
     return (
         f"{model.name}, {config.dtype}, {law}, {num_prompts} prompts, {config.max_new_tokens} new tokens, "
-        f"one row at a time, {config.repeats} repeats"
+        f"{together}, {config.repeats} repeats"
     )

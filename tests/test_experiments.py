@@ -215,8 +215,9 @@ def measured():
 
 
 def test_figures_of_a_run(measured):
-    ((title, lines),) = measured.sections.items()
-    assert "toy, float32, greedy, 2 prompts, 12 new tokens" in title
+    (section,) = measured.sections
+    lines = section.lines
+    assert "toy, float32, greedy, 2 prompts, 12 new tokens, one row at a time" in section.title
     plain, right, wrong = lines
     assert (plain.tau, plain.c, plain.alpha, plain.baseline) == (1, None, None, True)
     # 12 tokens in rounds of 4, of which 3 are drafted; always the whole draft.
@@ -224,8 +225,8 @@ def test_figures_of_a_run(measured):
     assert (wrong.tau, wrong.alpha, wrong.accepted_by_position) == (1, 0, (0, 0, 0))
     assert right.theory == pytest.approx(4 / (1 + 3 * right.c))
     # Not 3 c: two of its three rounds follow a draft that was accepted whole.
-    drafting = right.round.drafting / measured.curve.seconds[0]
-    curve = cost.predict_from_curve(4, [4], drafting, measured.curve)
+    drafting = right.round.drafting / section.curve.seconds[0]
+    curve = cost.predict_from_curve(4, [4], drafting, section.curve)
     assert right.predicted == pytest.approx(curve)
     assert right.best_length[0] <= 3
     assert wrong.best_length == (0, 1.0)
@@ -240,7 +241,7 @@ def test_figures_of_a_run(measured):
 
 
 def test_rounds_of_a_run(measured):
-    (rows,) = measured.rounds.values()
+    rows = measured.sections[0].rounds
     a = rows["right"]["a"]
     # One entry a repeat.
     assert a["tokens"] == [[1, 2, 0] * 4] * 2
@@ -265,31 +266,47 @@ def test_a_flip_is_found_and_its_gap_reported():
     out = table.run(
         toy_config(), model, [table.Case("a", "", Request([0]))], rows, rich.console.Console(quiet=True)
     )
-    (lines,) = out.sections.values()
+    lines = out.sections[0].lines
     (flip,) = lines[1].flips
     # The first new token is number 1 of the text, so token 5 is new token 4; log(.5 / .25) apart.
     assert (flip.prompt, flip.position, flip.gap) == ("a", 4, pytest.approx(np.log(2), abs=1e-5))
     assert report.equality(lines[1]) == "NO (1 of 1 prompts)"
 
 
-def test_plain_decoding_is_added_and_temperatures_get_a_table_each(monkeypatch):
+def test_plain_decoding_is_added_and_temperatures_and_batch_sizes_get_a_table_each(monkeypatch):
     drafted = []
 
     def draft_seconds(self, setting, temperature):
-        drafted.append((setting.name, temperature))
+        drafted.append((self.batch_size, setting.name, temperature))
         return cost.Drafting(1e-4, 1e-4)
 
     monkeypatch.setattr(bench.Bench, "draft_seconds", draft_seconds)
     rows = settings(("right", testing.scripted(np.arange(40) % 3, num_tokens=3)))
     model = Model(*testing.table_lm(CYCLE), name="toy")
-    cases = [table.Case("a", "", Request([0]))]
-    changed = toy_config(temperatures=[0.0, 1.0], repeats=1)
+    cases = [table.Case(name, "", Request([0, 1, 2][:n])) for n, name in enumerate("abc", 1)]
+    changed = toy_config(temperatures=[0.0, 1.0], batch_sizes=[1, 2], repeats=1)
     out = table.run(changed, model, cases, rows, rich.console.Console(quiet=True))
-    greedy, sampled = out.sections.values()
-    assert [line.name for line in greedy] == ["plain", "right"]
-    assert sampled[1].flips is None
-    assert report.equality(sampled[1]) == "in law"
-    assert drafted == [("right", 0.0), ("right", 1.0)]  # what drafting costs depends on the temperature
+    titles = [section.title for section in out.sections]
+    assert [("2 rows at a time" in title, "greedy" in title) for title in titles] == [
+        (False, True),
+        (False, False),
+        (True, True),
+        (True, False),
+    ]
+    greedy, sampled = out.sections[2:]
+    assert [line.name for line in greedy.lines] == ["plain", "right"]
+    assert (greedy.lines[1].tau, report.equality(greedy.lines[1])) == (4, "yes")
+    assert [greedy.rounds["right"][name]["tokens"] for name in "abc"] == [
+        out.sections[0].rounds["right"][name]["tokens"] for name in "abc"
+    ]
+    assert sampled.lines[1].flips is None
+    assert report.equality(sampled.lines[1]) == "in law"
+    # What drafting costs depends on both.
+    assert drafted == [(size, "right", temperature) for size in (1, 2) for temperature in (0.0, 1.0)]
+    # One cost curve a batch size, below its tables.
+    text = report.markdown(out, {})
+    assert [text.count(word) for word in ("## toy", "| n | 1 | 2 | 4 |")] == [4, 2]
+    assert text.index(titles[1]) < text.index("| n | 1 |") < text.index(titles[2])
 
 
 # --- the report -------------------------------------------------------------------------------------
@@ -312,17 +329,23 @@ def test_equality():
     assert report.equality(line(flips=None, lossless=False)) == "no: a lossy rule"
 
 
+def report_of(*lines):
+    """A report of these lines alone."""
+    curve = cost.CostCurve((1, 2), (1e-3, 1.2e-3))
+    return report.Report([report.Section("t", list(lines), curve, 7, {})], report.NEAR_TIE["float32"])
+
+
 def test_a_slower_row_says_so():
     slow = line(speedup=report.Speed(0.9, 0.8, 0.95))
     assert "0.90 (0.80-0.95) slower" in report.cells(slow)
-    text = report.markdown({"t": [slow]}, "curve", {"commit": "abc"})
+    text = report.markdown(report_of(slow), {"commit": "abc"})
     assert "slower |" in text
     assert "* commit: abc" in text
 
 
 def test_a_name_cannot_break_the_table():
     noted = line(name="a|b", best_length=(1, 1.2))
-    text = report.markdown({"t": [noted, line()]}, "curve", {})
+    text = report.markdown(report_of(noted, line()), {})
     head, rule, first, second = text.split("\n\n")[1].splitlines()
     assert first.startswith(r"| a\|b | 1.80 |")
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in (head, rule, first, second)} == {13}
@@ -338,7 +361,7 @@ def test_files(measured, tmp_path, capsys):
     assert "python -m experiments" in markdown
     content = json.loads((tmp_path / "rounds.json").read_text())
     assert content["config"] == {"seed": 0}
-    assert content["curve"]["widths"] == [1, 2, 4]
+    assert [curve["widths"] for curve in content["curves"].values()] == [[1, 2, 4]]
     assert (tmp_path / "speedup.png").read_bytes()[:4] == b"\x89PNG"
     assert "t(n) / t(1)" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from jspec import drafters as methods
 from jspec import generate, testing
 from jspec.checkpoint import Model
 from jspec.drafters import kinds, nets
-from training import drafter, metrics, recipe
+from training import metrics, recipe
 from training.data import Example
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -64,9 +64,13 @@ def target():
     return Model(*testing.tiny_decoder(vocab_size=18), eos=(1,), name="tiny")
 
 
-def test_the_project_s_own():
+@pytest.mark.parametrize(
+    ("name", "smoke"),
+    [("drafters_smollm2", False), ("drafters_smollm2_gpu", False), ("drafters_smollm2_gpu", True)],
+)
+def test_the_project_s_own(name, smoke):
     """All methods learn from the same text and share one cache; no Spec-Bench row is trained on."""
-    loaded = study.load(CONFIGS / "drafters_smollm2.yaml")
+    loaded = study.load(CONFIGS / f"{name}.yaml", smoke=smoke)
     recipes = list(loaded.recipes().values())
     for found in recipes:
         assert (found.sources, found.data, found.limits) == (
@@ -89,6 +93,10 @@ def test_the_project_s_own():
             r"table\.drafters: 'x': expected a folder, got",
         ),
         ({"base": {"training": {"steps": 0}}}, r"methods\.hidden: training\.steps: .*greater"),
+        (
+            {"base": {"training": {"optimizer": {"learning_rate": float("inf")}}}},
+            r"methods\.taps: training\.optimizer\.learning_rate: .*finite",
+        ),
     ],
 )
 def test_wrong_settings(changes, message):
@@ -97,7 +105,7 @@ def test_wrong_settings(changes, message):
 
 
 def test_methods_are_trained_once_and_written_about(tmp_path, monkeypatch):
-    monkeypatch.setattr(drafter, "target_of", lambda config, given: target())
+    monkeypatch.setattr(recipe, "given", lambda *named: target())
     monkeypatch.setattr(recipe, "read", lambda data, folder: recipe.Corpus(EXAMPLES, EXAMPLES))
     settings = config.Drafters.model_validate(content())
     console = rich.console.Console(width=160, record=True)

@@ -306,7 +306,7 @@ def test_a_decoder_is_trained_on_the_prompts_that_it_gets(tmp_path, monkeypatch)
     assert sorted(texts) == sorted(spoken.encode(record.source) for record in records)
     wrong = save(build(["ab cd"], 20), tmp_path / "wrong")
     with pytest.raises(ValueError, match="tokenizer: expected one that puts no end token"):
-        recipe.encode(records, wrong, encoder=False, limits=data.Limits(), name="train")
+        data.encode(records, wrong, encoder=False, limits=data.Limits())
 
 
 def test_wrong_finetuning_settings(tmp_path):

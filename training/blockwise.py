@@ -145,16 +145,11 @@ def run(
       OSError, FloatingPointError: see `training.loop.fit`.
     """
     output, settings = Path(output), config.training
-    if target is None:
-        if config.target is None:
-            raise ValueError("target: expected a checkpoint or a run's folder, got none")
-        target = load(config.target)
+    target = recipe.given("target", target, config.target, "float32")
     target = dataclasses.replace(target, params=models.cast(target.params, "float32"))
     network = network_of(config, target)
     inputs = {
-        "recipe": "blockwise",
-        "train": recipe.text_fingerprint(corpus.train),
-        "validation": recipe.text_fingerprint(corpus.validation),
+        **recipe.origin("blockwise", corpus),
         "target": recipe.model_fingerprint(target.lm.config, target.params),
         "speech": recipe.speech_fingerprint(target),
     }
@@ -164,21 +159,8 @@ def run(
     writing = text.Writing(
         config.max_new_tokens, config.generation_batch, output / "text" if cache is None else Path(cache)
     )
-    training, validation = (
-        recipe.encode(
-            part,
-            target.tokenizer,
-            encoder=bool(target.decoder_start),
-            limits=config.limits,
-            name=name,
-            chat=config.chat,
-            banned=target.banned,
-        )
-        for name, part in (
-            ("train", corpus.train),
-            ("validation", corpus.validation[: config.validation_examples]),
-        )
-    )
+    training = recipe.encoded(config, target, corpus.train, "train")
+    validation = recipe.encoded(config, target, corpus.validation[: config.validation_examples], "validation")
     if any(source.text == "references" for source in config.sources):  # what is written fits
         recipe.check_positions("train", training, target)
     recipe.check_positions("validation", validation, target)

@@ -167,10 +167,7 @@ def run(
     settings = config.training
     drafter = reference = None
     with parallel.on_host(mesh):
-        if target is None:
-            if config.target is None:
-                raise ValueError("target: expected a checkpoint or a run's folder, got none")
-            target = load(config.target, settings.dtype)
+        target = recipe.given("target", target, config.target, settings.dtype)
         if config.drafter.checkpoint is not None:
             drafter = load(config.drafter.checkpoint)
         if config.token_filter is not None:
@@ -182,9 +179,7 @@ def run(
             if model is not None
         }
     inputs = {
-        "recipe": "distill",
-        "train": recipe.text_fingerprint(corpus.train),
-        "validation": recipe.text_fingerprint(corpus.validation),
+        **recipe.origin("distill", corpus),
         **fingerprints,
         **recipe.shape_inputs(config.batching, settings, mesh),
     }
@@ -198,16 +193,8 @@ def run(
         drafter = begin(config.drafter, target, settings.seed, drafter)
     recipe.describe(output, drafter)
     target = recipe.on_mesh(mesh, target)
-    encode = functools.partial(
-        recipe.encode,
-        tokenizer=target.tokenizer,
-        encoder=bool(target.decoder_start),
-        limits=config.limits,
-        chat=config.chat,
-        banned=target.banned,
-    )
-    training = encode(corpus.train, name="train")
-    validation = encode(corpus.validation[: config.validation_examples], name="validation")
+    training = recipe.encoded(config, target, corpus.train, "train")
+    validation = recipe.encoded(config, target, corpus.validation[: config.validation_examples], "validation")
     if any(source.text == "references" for source in config.sources):  # what is written fits
         recipe.check_positions("train", training, target, drafter)
     if config.evaluation_text == "references":

@@ -206,14 +206,12 @@ def run(
       OSError, FloatingPointError: see `training.loop.fit`.
     """
     output, settings = Path(output), config.training
-    target = target_of(config, target)
+    target = recipe.given("target", target, config.target, settings.dtype)
     model = model_of(config, target)
     network = network_of(config, target, model)
     before = None if config.init is None else stored.load(config.init, target)
     inputs = {
-        "recipe": "drafter",
-        "train": recipe.text_fingerprint(corpus.train),
-        "validation": recipe.text_fingerprint(corpus.validation),
+        **recipe.origin("drafter", corpus),
         "target": recipe.model_fingerprint(target.lm.config, target.params),
         "speech": recipe.speech_fingerprint(target),
     }
@@ -227,8 +225,8 @@ def run(
     writing = text.Writing(
         config.max_new_tokens, config.generation_batch, output / "text" if cache is None else Path(cache)
     )
-    examples = encoded(config, target, corpus.train, "train")
-    validation = encoded(config, target, corpus.validation[: config.validation_examples], "validation")
+    examples = recipe.encoded(config, target, corpus.train, "train")
+    validation = recipe.encoded(config, target, corpus.validation[: config.validation_examples], "validation")
     if any(source.text == "references" for source in config.sources):  # what is written fits
         recipe.check_positions("train", examples, *(m for m in (target, model) if m is not None))
     parts = [text.chosen(source, examples, target, writing, console=console) for source in config.sources]
@@ -286,15 +284,6 @@ def _tell(console: rich.console.Console | None, parts: Sequence[Sequence[Example
             f"trained parameters: {size}",
             highlight=False,
         )
-
-
-def target_of(config: Drafter, target: Model | None) -> Model:
-    """The target that is given, or named."""
-    if target is None:
-        if config.target is None:
-            raise ValueError("target: expected a checkpoint or a run's folder, got none")
-        target = load(config.target, config.training.dtype)
-    return target
 
 
 def model_of(config: Drafter, target: Model) -> Model | None:
@@ -404,19 +393,6 @@ def frozen_of(target: Model, weights: Weights) -> dict[str, Any]:
         with contextlib.suppress(ValueError):  # a head that is no kernel
             columns = nets.rows_of_head(target.lm, target.params, weights.ids)
     return {"target": target.params, "head": weights.head, "ids": weights.ids, "columns": columns}
-
-
-def encoded(config: Drafter, target: Model, texts: Any, name: str) -> list[Example]:
-    """Token ids of texts."""
-    return recipe.encode(
-        texts,
-        target.tokenizer,
-        encoder=bool(target.decoder_start),
-        limits=config.limits,
-        name=name,
-        chat=config.chat,
-        banned=target.banned,
-    )
 
 
 def begin(

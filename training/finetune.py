@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -112,9 +111,7 @@ def run(
     """
     output = Path(output)
     inputs = {
-        "recipe": "finetune",
-        "train": recipe.text_fingerprint(corpus.train),
-        "validation": recipe.text_fingerprint(corpus.validation),
+        **recipe.origin("finetune", corpus),
         "tokenizer": tokenizer and recipe.text_fingerprint(tokenizer.vocabulary.tokens),
         **recipe.shape_inputs(config.batching, config.training, mesh),
     }
@@ -130,17 +127,9 @@ def run(
             model = _from_scratch(config, corpus, output, tokenizer)
     recipe.describe(output, model)
     settings = config.training
-    encode = functools.partial(
-        recipe.encode,
-        tokenizer=model.tokenizer,
-        encoder=bool(model.decoder_start),
-        limits=config.limits,
-        chat=config.chat,
-        banned=model.banned,
-    )
     shapes = (config.batching, settings, model.decoder_start)
-    training = encode(corpus.train, name="train")
-    validation = encode(corpus.validation[: config.validation_examples], name="validation")
+    training = recipe.encoded(config, model, corpus.train, "train")
+    validation = recipe.encoded(config, model, corpus.validation[: config.validation_examples], "validation")
     for name, examples in (("train", training), ("validation", validation)):
         recipe.check_positions(name, examples, model)
     train = recipe.batches(training, *shapes, mesh=mesh)

@@ -21,7 +21,7 @@ import numpy as np
 import pydantic
 from jaxtyping import Int
 
-from jspec.checkpoint import Model, load
+from jspec.checkpoint import Model
 from jspec.drafters.ngram import NgramTable, load_ngram, save_ngram
 from jspec.io import orbax
 from training import hosts, recipe
@@ -144,31 +144,17 @@ def run(
       OSError: the folder cannot be written.
     """
     output = Path(output)
-    if target is None:
-        if config.target is None:
-            raise ValueError("target: expected a checkpoint or a run's folder, got none")
-        target = load(config.target)
+    target = recipe.given("target", target, config.target, "float32")
     inputs = {
-        "recipe": "ngram",
-        "train": recipe.text_fingerprint(corpus.train),
-        "validation": recipe.text_fingerprint(corpus.validation),
+        **recipe.origin("ngram", corpus),
         "vocabulary": [target.vocab_size, target.lm.config.vocab_size],
         "tokens": target.vocabulary and recipe.text_fingerprint(target.vocabulary.tokens),
         "decoder_start": target.decoder_start,
     }
     if recipe.open_folder(output, config, inputs):
         return load_ngram(output / TABLE)
-    encoder = bool(target.decoder_start)
     train, validation = (
-        recipe.encode(
-            texts,
-            target.tokenizer,
-            encoder=encoder,
-            limits=config.limits,
-            name=name,
-            chat=config.chat,
-            banned=target.banned,
-        )
+        recipe.encoded(config, target, texts, name)
         for texts, name in zip(corpus, corpus._fields, strict=True)
     )
     counts = count(train, target.vocab_size, target.decoder_start)

@@ -254,31 +254,21 @@ def run(
       OSError, FloatingPointError: see `training.loop.fit`.
     """
     output, settings = Path(output), config.training
-    target = _given("target", target, config.target, settings.dtype)
-    drafter = _given("drafter", drafter, config.drafter, "float32")
+    target = recipe.given("target", target, config.target, settings.dtype)
+    drafter = recipe.given("drafter", drafter, config.drafter, "float32")
     recipe.check_kind("drafter", target, drafter)
     recipe.check_vocabulary("drafter", target, drafter)
     drafter = dataclasses.replace(drafter, params=models.cast(drafter.params, "float32"))  # it is trained
     inputs = {
-        "recipe": "online",
+        **recipe.origin("online", corpus),
         "target": recipe.model_fingerprint(target.lm.config, target.params),
         "drafter": recipe.model_fingerprint(drafter.lm.config, drafter.params),
-        "train": recipe.text_fingerprint(corpus.train),
-        "validation": recipe.text_fingerprint(corpus.validation),
     }
     if recipe.open_folder(output, config, inputs):
         return load(output)
     recipe.describe(output, drafter)
     stream, validation = (
-        recipe.encode(
-            texts,
-            target.tokenizer,
-            encoder=bool(target.decoder_start),
-            limits=config.limits,
-            name=name,
-            chat=config.chat,
-            banned=target.banned,
-        )
+        recipe.encoded(config, target, texts, name)
         for texts, name in zip(corpus, corpus._fields, strict=True)
     )
     for name, examples in (("train", stream), ("validation", validation)):
@@ -316,11 +306,3 @@ def run(
         console=console,
     )
     return load(output)
-
-
-def _given(name: str, model: Model | None, checkpoint: str | None, dtype: str) -> Model:
-    if model is not None:
-        return model
-    if checkpoint is None:
-        raise ValueError(f"{name}: expected a checkpoint or a run's folder, got none")
-    return load(checkpoint, dtype)

@@ -47,10 +47,10 @@ def measure(config: Drafter, corpus: recipe.Corpus, *, target: Model | None = No
     attention to them takes. Features and training are measured on the reference answers, cut to
     ``max_new_tokens``. Learning rates play no part, nor does what is on the disk.
     """
-    target = drafter.target_of(config, target)
+    target = recipe.given("target", target, config.target, config.training.dtype)
     model = drafter.model_of(config, target)
     network = drafter.network_of(config, target, model)
-    examples = drafter.encoded(config, target, corpus.train[:EXAMPLES], "train")
+    examples = recipe.encoded(config, target, corpus.train[:EXAMPLES], "train")
     examples = [Example(e.source, e.target[: config.max_new_tokens]) for e in examples]
     generation = _generation(config, target, examples)
 

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jspec import parallel
-from jspec.checkpoint import Model
+from jspec.checkpoint import Model, load
 from jspec.io import orbax
-from jspec.io.tokenizer import Tokenizer
 from jspec.types import PyTree
 from training import data, hosts, readers
 from training.config import Batching, Strict, Training, differences
@@ -82,26 +81,38 @@ def _say(text: str) -> None:
 # --- text -------------------------------------------------------------------------------------------
 
 
-def encode(
-    texts: Texts,
-    tokenizer: Tokenizer | None,
-    *,
-    encoder: bool,
-    limits: data.Limits,
-    name: str,
-    chat: bool = False,
-    banned: Sequence[int] = (),
-) -> list[data.Example]:
-    """Token ids; see `data.encode`. What was cut or left out is said on standard error."""
+class Encoding(Protocol):
+    """The settings of a recipe's configuration that say how its texts become tokens."""
+
+    @property
+    def limits(self) -> data.Limits:
+        """What is cut or left out."""
+        ...
+
+    @property
+    def chat(self) -> bool:
+        """Whether sources are a user's messages."""
+        ...
+
+
+def encoded(config: Encoding, model: Model, texts: Texts, name: str) -> list[data.Example]:
+    """Token ids as a model is given them; see `data.encode`. What was cut or left out is said on standard
+    error."""
     if not texts:
         raise ValueError(f"{name}: expected at least one text, got none")
     if isinstance(texts[0], data.Example):
         return list(texts)  # type: ignore[arg-type]
-    if tokenizer is None:
+    if model.tokenizer is None:
         raise ValueError(f"{name}: expected examples (token ids), because there is no tokenizer, got text")
-    settings = {"encoder": encoder, "limits": limits, "chat": chat, "banned": banned}
     try:
-        examples, counts = data.encode(texts, tokenizer, **settings)  # type: ignore[arg-type]
+        examples, counts = data.encode(
+            texts,  # type: ignore[arg-type]
+            model.tokenizer,
+            encoder=bool(model.decoder_start),
+            limits=config.limits,
+            chat=config.chat,
+            banned=model.banned,
+        )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if counts.examples != len(texts) or counts.truncated_sources or counts.truncated_targets:
@@ -191,6 +202,19 @@ def once(
 
 
 # --- models -----------------------------------------------------------------------------------------
+
+
+def given(name: str, model: Model | None, checkpoint: str | None, dtype: str) -> Model:
+    """The model that is given, or the one that a configuration names.
+
+    Raises:
+      ValueError: there is neither; ``name`` is the setting's.
+    """
+    if model is not None:
+        return model
+    if checkpoint is None:
+        raise ValueError(f"{name}: expected a checkpoint or a run's folder, got none")
+    return load(checkpoint, dtype)
 
 
 def describe(folder: Path, model: Model) -> None:
@@ -319,6 +343,12 @@ def _changes(folder: Path, config: pydantic.BaseModel, inputs: Mapping[str, Any]
     moved = {key for key, told in PLACES.items() if not before.keys().isdisjoint(told)}
     changed = [key for key in differences(old, config.model_dump(mode="json")) if key not in moved]
     return changed + differences(before, known)
+
+
+def origin(name: str, corpus: Corpus) -> dict[str, Any]:
+    """The first of a run's inputs: the recipe and its text."""
+    texts = {part: text_fingerprint(texts) for part, texts in zip(Corpus._fields, corpus, strict=True)}
+    return {"recipe": name, **texts}
 
 
 def text_fingerprint(examples: Sequence[Any]) -> str:

@@ -27,7 +27,7 @@ from training.files import described_folder, write_whole
 
 Precision = Literal["float16", "bfloat16"]
 STORED = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-SHARD = 4096  # examples of a file
+SHARD = 512  # examples of a file: what an interrupted call loses at most
 ROWS = 64  # of a forward
 BUCKETS, MULTIPLE = 8, 4  # shapes of the forwards
 

@@ -32,16 +32,10 @@ def main() -> None:
 def table(config: Config, data: Data = None, output: Output = None, smoke: Smoke = False) -> None:
     """The table of a configuration: speeds of drafters, or a whole study with its training."""
     from experiments import study
-    from experiments.config import Table
 
     console = _prepare()
     try:
-        settings = study.load(config, smoke=smoke)
-        if not isinstance(settings, study.Study | Table):
-            raise ValueError(
-                f"{config}: kind: expected speed or study, got {settings.kind}: "
-                f"python -m experiments {settings.kind}"
-            )
+        settings = _read(config, smoke, "table")
         folder = _folder(config, output, smoke)
         if isinstance(settings, study.Study):
             measure = _trained(settings, data, folder, console)
@@ -63,11 +57,7 @@ def losses(config: Config, data: Data = None, output: Output = None, smoke: Smok
     try:
         import matplotlib  # noqa: F401  (as for a study: before the training)
 
-        settings = study.load(config, smoke=smoke)
-        if not isinstance(settings, study.Losses):
-            raise ValueError(
-                f"{config}: kind: expected losses, got {settings.kind}: python -m experiments table"
-            )
+        settings = _read(config, smoke, "losses")
         path = config.parent / settings.study
         base = study.load(path, smoke=smoke)
         if not isinstance(base, study.Study) or settings.drafter not in base.drafters:
@@ -90,19 +80,13 @@ def losses(config: Config, data: Data = None, output: Output = None, smoke: Smok
 def drafters(config: Config, data: Data = None, output: Output = None, smoke: Smoke = False) -> None:
     """Draft networks trained on the same text of a target, their learning curves and their speeds."""
     from experiments import drafters as comparison
-    from experiments import study
-    from experiments.config import Drafters
     from experiments.stages import Stages
 
     console = _prepare()
     try:
         import matplotlib  # noqa: F401  (as for a study: before the training)
 
-        settings = study.load(config, smoke=smoke)
-        if not isinstance(settings, Drafters):
-            raise ValueError(
-                f"{config}: kind: expected drafters, got {settings.kind}: python -m experiments table"
-            )
+        settings = _read(config, smoke, "drafters")
         folder = _folder(config, output, smoke)
         # What does not wait for the training is looked at first.
         early = comparison.untrained(settings)
@@ -121,18 +105,13 @@ def blockwise(config: Config, data: Data = None, output: Output = None, smoke: S
     """Blockwise parallel decoding on a study's target: the paper's sweep, and other drafters beside it."""
     from experiments import blockwise as comparison
     from experiments import pipeline, quality, study
-    from experiments.config import Blockwise
     from experiments.stages import Stages
 
     console = _prepare()
     try:
         import matplotlib  # noqa: F401  (as for a study: before the training)
 
-        settings = study.load(config, smoke=smoke)
-        if not isinstance(settings, Blockwise):
-            raise ValueError(
-                f"{config}: kind: expected blockwise, got {settings.kind}: python -m experiments table"
-            )
+        settings = _read(config, smoke, "blockwise")
         path = config.parent / settings.study
         base = study.load(path, smoke=smoke)
         if not isinstance(base, study.Study) or settings.drafter not in base.rows():
@@ -153,6 +132,30 @@ def blockwise(config: Config, data: Data = None, output: Output = None, smoke: S
         comparison.write(settings, base, results, stages)
 
     _run(measure)
+
+
+#: The command for each kind of configuration.
+COMMANDS = {
+    "speed": "table",
+    "study": "table",
+    "losses": "losses",
+    "drafters": "drafters",
+    "blockwise": "blockwise",
+}
+
+
+def _read(config: Path, smoke: bool, command: str) -> Any:
+    """The configuration, which must be one for this command."""
+    from experiments import study
+
+    settings = study.load(config, smoke=smoke)
+    if COMMANDS[settings.kind] != command:
+        kinds = " or ".join(kind for kind, its in COMMANDS.items() if its == command)
+        raise ValueError(
+            f"{config}: kind: expected {kinds}, got {settings.kind}: "
+            f"python -m experiments {COMMANDS[settings.kind]}"
+        )
+    return settings
 
 
 def _run(measure: Callable[[], None]) -> None:

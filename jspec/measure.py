@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from jspec import engine, sampling
 from jspec.batch import Request, pad, source_width
+from jspec.checks import at_least
 from jspec.types import (
     Block,
     Context,
@@ -98,8 +99,7 @@ def measure_curve(
       advance: called after each width of each round, and after each compilation: for a progress bar.
     """
     ns = sorted({1, *widths})
-    if fill < 0:
-        raise ValueError(f"fill: expected a number >= 0, got {fill}")
+    at_least(0, fill=fill)
     if ns[0] < 1 or fill + ns[-1] > capacity:
         raise ValueError(
             f"widths: expected numbers in 1 .. {capacity - fill} (capacity - fill), got {widths}"

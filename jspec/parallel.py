@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jspec.checks import at_least
 from jspec.types import PyTree
 
 DATA, MODEL = "data", "model"
@@ -73,9 +74,7 @@ def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
     {'data': 1, 'model': 1}
     """
     devices = jax.device_count()
-    for name, size in (("data", data), ("model", model)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name}: expected a number >= 1, got {size}")
+    at_least(1, data=data, model=model)
     if data is None:
         if devices % model:
             raise ValueError(f"model: expected a divisor of {devices} devices, got {model}")

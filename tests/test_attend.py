@@ -106,7 +106,7 @@ def test_wrong_arguments():
 
     for make, message in (
         (lambda: attend(ahead, vectors), "config: expected a GlideConfig or an AssistantConfig"),
-        (lambda: attend(network, weights, 0), "num_tokens: expected a number >= 1, got 0"),
+        (lambda: attend(network, weights, 0), "num_tokens: expected a whole number >= 1, got 0"),
         (lambda: attend(rows, weights), r"weights\.head: expected \(32, 8\) with head='rows'"),
         (lambda: expanded(bins=(11,)), r"expansion\.bins: expected numbers in 0 \.\. 10"),
         (lambda: expanded(num_nodes=14), r"expansion\.num_nodes: expected 5 to 13 with 3 tokens"),
@@ -115,13 +115,13 @@ def test_wrong_arguments():
         (lambda: config(layers=()), "layers: expected layers of the target"),
         (lambda: config(num_heads=4, num_kv_heads=3), "num_kv_heads: expected a divisor of num_heads = 4"),
         (lambda: config(head_dim=7), "head_dim: expected an even number"),
-        (lambda: assistant(inner=0), "inner: expected a number >= 1, got 0"),
+        (lambda: assistant(inner=0), "inner: expected a whole number >= 1, got 0"),
         (lambda: config(head="rows"), "draft_vocab: expected a number with head='rows'"),
         (lambda: tokens(network, weights), "network: expected one of lookahead_network"),
         (lambda: tokens(ahead, vectors, 4), r"num_tokens: expected 1 to 3 \(look-ahead tokens\), got 4"),
         (
             lambda: drafters.LookaheadConfig(width=4, vocab_size=8, num_prompts=-1),
-            "num_prompts: expected a number >= 0, got -1",
+            "num_prompts: expected a whole number >= 0, got -1",
         ),
     ):
         with pytest.raises(ValueError, match=message):

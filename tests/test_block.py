@@ -216,15 +216,15 @@ def test_refusals():
         ("taps: expected increasing", lambda: drafters.block_config(config, taps=(2, 1))),
         ("head_dim: expected an even number", lambda: drafters.block_config(config, head_dim=7)),
         ("num_heads: expected a multiple", lambda: drafters.block_config(config, num_kv_heads=3)),
-        ("window: expected a number >= 1", lambda: drafters.block_config(config, window=0)),
-        ("markov_rank: expected a number >= 0", lambda: drafters.block_config(config, markov_rank=-1)),
+        ("window: expected a whole number >= 1", lambda: drafters.block_config(config, window=0)),
+        ("markov_rank: expected a whole number >= 0", lambda: drafters.block_config(config, markov_rank=-1)),
         ("head: expected 'target', 'rows' or 'own'", lambda: drafters.block_config(config, head="tied")),
         ("draft_vocab: expected None with", lambda: drafters.block_config(config, draft_vocab=5)),
         (
             r"draft_vocab: expected 1 to 11 \(vocab_size\), got 12",
             lambda: drafters.block_config(config, head="own", draft_vocab=12),
         ),
-        ("num_tokens: expected a number >= 1, got 0", lambda: drafters.block(network, net, 0)),
+        ("num_tokens: expected a whole number >= 1, got 0", lambda: drafters.block(network, net, 0)),
         ("steps: expected 1 for drawn drafts", lambda: drafters.block(network, net, 3, steps=2)),
         ("survival: expected None", lambda: drafters.block(network, net, 3, survival=0.5)),
         (

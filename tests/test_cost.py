@@ -139,7 +139,7 @@ def test_the_curve_is_measured(monkeypatch):
     assert len(steps) == 3 * (1 + 2)
     with pytest.raises(ValueError, match=r"widths: expected numbers in 1 \.\. 8"):
         measure.measure_curve(target, params, (9,), fill=8, capacity=16)
-    with pytest.raises(ValueError, match=r"fill: expected a number >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"fill: expected a whole number >= 0, got -1"):
         measure.measure_curve(target, params, (9,), fill=-1, capacity=16)
 
 

@@ -395,9 +395,9 @@ def test_wrong_arguments_are_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 0}, "width: expected a number >= 1, got 0"),
-        ({"num_layers": 0}, "num_layers: expected a number >= 1, got 0"),
-        ({"num_kv_heads": 0}, "num_kv_heads: expected a number >= 1, got 0"),
+        ({"width": 0}, "width: expected a whole number >= 1, got 0"),
+        ({"num_layers": 0}, "num_layers: expected a whole number >= 1, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads: expected a whole number >= 1, got 0"),
         ({"num_heads": 3, "num_kv_heads": 2}, "num_kv_heads: expected a divisor of num_heads = 3, got 2"),
         ({"activation": "swish"}, "activation: expected one of silu, .*, got 'swish'"),
     ],

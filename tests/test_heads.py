@@ -154,7 +154,7 @@ def config(**fields) -> drafters.HeadsConfig:
     ("fields", "message"),
     [
         ({"kind": "media"}, "kind: expected one of medusa, hydra, blockwise, got 'media'"),
-        ({"num_heads": 0}, "num_heads: expected a number >= 1, got 0"),
+        ({"num_heads": 0}, "num_heads: expected a whole number >= 1, got 0"),
         ({"kind": "blockwise", "layers": 2}, "layers: expected 1 for blockwise heads, got 2"),
         ({"mlp_width": 8}, "mlp_width: expected a number >= 1 for blockwise heads, None for others, got 8"),
         ({"head": "mine"}, "head: expected 'target', 'rows' or 'own', got 'mine'"),

@@ -338,10 +338,11 @@ def test_equal_settings_are_one_method():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: jacobi(0), "num_tokens: expected a number >= 1, got 0"),
-        (lambda: lookahead(window=0), "window: expected a number >= 1, got 0"),
-        (lambda: lookahead(ngram=2), "ngram: expected a number >= 3, got 2"),
-        (lambda: lookahead(guesses=0), "guesses: expected a number >= 1, got 0"),
+        (lambda: jacobi(0), "num_tokens: expected a whole number >= 1, got 0"),
+        (lambda: jacobi(2.5), "num_tokens: expected a whole number >= 1, got 2.5"),
+        (lambda: lookahead(window=0), "window: expected a whole number >= 1, got 0"),
+        (lambda: lookahead(ngram=2), "ngram: expected a whole number >= 3, got 2"),
+        (lambda: lookahead(guesses=0), "guesses: expected a whole number >= 1, got 0"),
     ],
 )
 def test_bad_settings_are_refused(call, message):

@@ -218,7 +218,7 @@ def test_refusals(tmp_path):
     model = Model(*testing.table_lm(np.full((V + 1, V + 1), 1 / (V + 1))))
     with pytest.raises(ValueError, match="table: expected one of the target's 13 tokens, got 12"):
         text.generate(model, [[1]], drafter=drafters.ngram(table), max_new_tokens=4)
-    with pytest.raises(ValueError, match="num_tokens: expected a number >= 1, got 0"):
+    with pytest.raises(ValueError, match="num_tokens: expected a whole number >= 1, got 0"):
         drafters.ngram(table, 0)
     with pytest.raises(ValueError, match=r"examples: expected ids in 0 .. 11, got 1 .. 12"):
         ngram.count([Example([1], [12])], V)

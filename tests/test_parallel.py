@@ -197,8 +197,8 @@ def test_state_goes_by_rows_and_caches_by_heads_too():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"data": 0}, "data: expected a number >= 1, got 0"),
-        ({"model": -1}, "model: expected a number >= 1, got -1"),
+        ({"data": 0}, "data: expected a whole number >= 1, got 0"),
+        ({"model": -1}, "model: expected a whole number >= 1, got -1"),
         ({"model": 1000}, "model: expected a divisor of 1 devices, got 1000"),
         ({"data": 2, "model": 8}, "mesh: expected at most 1 devices, got 2 x 8"),
     ],

@@ -303,7 +303,7 @@ def test_bad_configs_are_refused():
             make(**(sizes | more))
 
     eagle, eagle3, heads = drafters.EagleConfig, drafters.Eagle3Config, drafters.MtpHeadsConfig
-    refused("width: expected a number >= 1, got 0", eagle, width=0)
+    refused("width: expected a whole number >= 1, got 0", eagle, width=0)
     refused("head: expected 'target', 'rows' or 'own', got 'mine'", eagle, head="mine")
     refused("draft_vocab: expected a number with head='rows', got None", eagle, head="rows")
     refused("draft_vocab: expected None with head='target', got 5", eagle, draft_vocab=5)
@@ -329,7 +329,7 @@ def test_bad_arguments_are_refused():
         with pytest.raises(ValueError, match=match):
             make(*arguments, **more)
 
-    refused("num_tokens: expected a number >= 1, got 0", drafters.eagle, network, weights, 0)
+    refused("num_tokens: expected a whole number >= 1, got 0", drafters.eagle, network, weights, 0)
     refused("config: expected an MtpConfig", drafters.mtp, network, weights)
     refused(r"num_tokens: expected at most 3 \(num_layers\), got 4", drafters.mtp, heads, independent, 4)
     deep = TreeSettings(2, 4, 6)
@@ -344,7 +344,7 @@ def test_bad_arguments_are_refused():
     )
     for tree, match in (
         (TreeSettings(12, 3, 6), r"tree.top_k: expected 1 to 11 \(columns of the head\), got 12"),
-        (TreeSettings(2, 0, 6), "tree.depth: expected a number >= 1, got 0"),
+        (TreeSettings(2, 0, 6), "tree.depth: expected a whole number >= 1, got 0"),
         (TreeSettings(2, 3, 12), "tree.num_nodes: expected 2 to 11 with top_k = 2 and depth = 3, got 12"),
     ):
         refused(match, drafters.eagle, network, weights, tree=tree)

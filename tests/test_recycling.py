@@ -260,8 +260,8 @@ def test_default_tree():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: token_recycling(1), "num_nodes: expected a number >= 2, got 1"),
-        (lambda: token_recycling(k=0), "k: expected a number >= 1, got 0"),
+        (lambda: token_recycling(1), "num_nodes: expected a whole number >= 2, got 1"),
+        (lambda: token_recycling(k=0), "k: expected a whole number >= 1, got 0"),
         (lambda: token_recycling(k=2, template=TREE), "template: expected ranks below k = 2, got 2"),
         (lambda: token_recycling(24, k=1), "num_nodes: expected at most 9 with k = 1, got 24"),
     ],

@@ -114,7 +114,7 @@ def test_both_arms_learn():
 
 def test_what_cannot_be_routed():
     suffix = drafters.suffix(4)
-    with pytest.raises(ValueError, match="min_tokens: expected a number >= 1, got 0"):
+    with pytest.raises(ValueError, match="min_tokens: expected a whole number >= 1, got 0"):
         drafters.router(suffix, PAIR, 0)
     with pytest.raises(ValueError, match="first: expected a drafter whose tokens are chosen, got 'iid'"):
         drafters.router(PAIR, suffix)

@@ -222,7 +222,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"bounded: expected true with learned positions"):
         tiny_decoder(rotary=None)
     for name in ("num_encoder_layers", "source_length", "mlp_width"):
-        with pytest.raises(ValueError, match=f"{name}: expected a number >= 1, got 0"):
+        with pytest.raises(ValueError, match=f"{name}: expected a whole number >= 1, got 0"):
             dataclasses.replace(model.config, **{name: 0})
     with pytest.raises(ValueError, match=r"num_layers: expected 1 to 2, got 3"):
         model.truncate(3)

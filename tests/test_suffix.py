@@ -398,11 +398,12 @@ def test_equal_settings_are_one_method_and_thresholds_do_not_recompile():
     ("options", "message"),
     [
         ({"preset": "pdl"}, "preset: expected one of llma, pld, sam, transformers, vllm_ngram .* got 'pdl'"),
-        ({"num_tokens": 0}, "num_tokens: expected a number >= 1, got 0"),
-        ({"min_match": 0}, "min_match: expected a number >= 1, got 0"),
+        ({"num_tokens": 0}, "num_tokens: expected a whole number >= 1, got 0"),
+        ({"num_tokens": 2.5}, "num_tokens: expected a whole number >= 1, got 2.5"),
+        ({"min_match": 0}, "min_match: expected a whole number >= 1, got 0"),
         ({"min_match": 4, "max_match": 3}, "min_match: expected at most max_match = 3, got 4"),
-        ({"num_nodes": 1}, "num_nodes: expected a number from 2 to 41, got 1"),
-        ({"num_nodes": 42}, "num_nodes: expected a number from 2 to 41, got 42"),
+        ({"num_nodes": 1}, "num_nodes: expected a whole number >= 2, got 1"),
+        ({"num_nodes": 42}, "num_nodes: expected at most 41, got 42"),
         ({"min_probability": 0.1}, "min_probability: .* 0 for a chain, got 0.1"),
     ],
 )

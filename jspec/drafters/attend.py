@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jspec.checks import at_least
 from jspec.drafters import nets
 from jspec.drafters.attend_config import AssistantConfig, AttendConfig, GlideConfig, attend_config
 from jspec.drafters.attend_nets import Assistant, Glide
@@ -255,8 +256,7 @@ def attend(
     """
     config = network.config
     _kind(config)
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens: expected a number >= 1, got {num_tokens}")
+    at_least(1, num_tokens=num_tokens)
     nets.check_weights(config, weights)
     if expansion is not None:
         expansion.check(num_tokens, config.columns)

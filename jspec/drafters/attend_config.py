@@ -6,6 +6,7 @@ import abc
 import dataclasses
 from typing import Any, Literal
 
+from jspec.checks import at_least
 from jspec.drafters.nets import NetConfig, rope, rope_of
 from jspec.models import ENDLESS
 from jspec.models.decoder import DecoderConfig
@@ -29,8 +30,7 @@ class AttendConfig(NetConfig, abc.ABC):
         self.at_least_one(("target_heads", "target_head_dim", "mlp_width"))
         if not self.layers or min(self.layers) < 0:
             raise ValueError(f"layers: expected layers of the target, from 0 on, got {self.layers}")
-        if self.relative_buckets < 0:
-            raise ValueError(f"relative_buckets: expected a number >= 0, got {self.relative_buckets}")
+        at_least(0, relative_buckets=self.relative_buckets)
 
     @property
     @abc.abstractmethod

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.checks import at_least
 from jspec.drafters.common import take, top_k
 from jspec.types import Draft, PyTree
 
@@ -32,8 +33,7 @@ class TreeSettings(NamedTuple):
         """
         if not 1 <= self.top_k <= columns:
             raise ValueError(f"tree.top_k: expected 1 to {columns} (columns of the head), got {self.top_k}")
-        if self.depth < 1:
-            raise ValueError(f"tree.depth: expected a number >= 1, got {self.depth}")
+        at_least(1, **{f"tree.{name}": value for name, value in self._asdict().items()})
         most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
         if not 2 <= self.num_nodes <= most:
             raise ValueError(

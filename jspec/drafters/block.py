@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec import sampling
+from jspec.checks import at_least
 from jspec.drafters import nets
 from jspec.drafters.autoregressive import Continue, draft_chain
 from jspec.drafters.best_first import best_first, num_candidates
@@ -217,9 +218,7 @@ def _checked(network: Network, weights: Weights, **numbers: int) -> BlockConfig:
     if not isinstance(config, BlockConfig):
         raise ValueError(f"network: expected one of block_network, got one of {type(config).__name__}")
     nets.check_weights(config, weights)
-    for name, value in numbers.items():
-        if value < 1:
-            raise ValueError(f"{name}: expected a number >= 1, got {value}")
+    at_least(1, **numbers)
     return config
 
 

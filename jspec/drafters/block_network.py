@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jspec.checks import at_least
 from jspec.drafters import nets
 from jspec.drafters.common import take
 from jspec.drafters.nets import NetConfig, Network, Text, Weights, rope
@@ -59,10 +60,8 @@ class BlockConfig(NetConfig):
             raise ValueError(f"head_dim: expected an even number (rotary positions), got {self.head_dim}")
         if tuple(sorted(set(self.taps))) != self.taps or (self.taps and self.taps[0] < 0):
             raise ValueError(f"taps: expected increasing layers of the target, got {self.taps}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window: expected a number >= 1 or None, got {self.window}")
-        if self.markov_rank < 0:
-            raise ValueError(f"markov_rank: expected a number >= 0, got {self.markov_rank}")
+        at_least(1, window=self.window)
+        at_least(0, markov_rank=self.markov_rank)
 
     @property
     def layer(self) -> DecoderConfig:
@@ -126,8 +125,7 @@ def block_config(
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected {', '.join(KINDS)}, got {kind!r}")
-    if num_taps < 0:
-        raise ValueError(f"num_taps: expected a number >= 0, got {num_taps}")
+    at_least(0, num_taps=num_taps)
     shape = {
         "width": target.width,
         "vocab_size": target.vocab_size,

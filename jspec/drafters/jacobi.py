@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jspec import sampling
+from jspec.checks import at_least
 from jspec.drafters.common import (
     chain,
     merge_branches,
@@ -83,8 +84,7 @@ def jacobi(num_tokens: int = 5) -> Drafter:
     Reference: Santilli et al. 2023, arXiv 2305.10427, algorithm 1, with a window that moves on with the
     accepted tokens in place of fixed blocks.
     """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens: expected a number >= 1, got {num_tokens}")
+    at_least(1, num_tokens=num_tokens)
     return Drafter((), _jacobi(num_tokens))
 
 
@@ -230,7 +230,6 @@ def lookahead(window: int = 7, ngram: int = 5, guesses: int = 7) -> Drafter:
 
     Reference: Fu et al. 2024, arXiv 2402.02057, algorithm 2.
     """
-    for name, value, least in (("window", window, 1), ("ngram", ngram, 3), ("guesses", guesses, 1)):
-        if value < least:
-            raise ValueError(f"{name}: expected a number >= {least}, got {value}")
+    at_least(1, window=window, guesses=guesses)
+    at_least(3, ngram=ngram)
     return Drafter((), _lookahead(window, ngram, guesses))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec import trees
+from jspec.checks import at_least
 from jspec.types import Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, PyTree, Verdict
 
 
@@ -69,7 +70,6 @@ def heuristic(drafter: Drafter, initial: int = 5) -> Drafter:
     Raises:
       ValueError: ``initial`` < 1.
     """
-    if initial < 1:
-        raise ValueError(f"initial: expected a number >= 1, got {initial}")
+    at_least(1, initial=initial)
     start = min(initial, drafter.method.depth)
     return dataclasses.replace(drafter, method=_heuristic(drafter.method, start))

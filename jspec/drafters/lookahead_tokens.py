@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jspec.checks import at_least
 from jspec.drafters import nets
 from jspec.drafters.autoregressive import Continue, draft_chain
 from jspec.drafters.nets import NetConfig, Network, Text, Weights
@@ -56,8 +57,7 @@ class LookaheadConfig(NetConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least_one(("num_tokens",))
-        if self.num_prompts < 0:
-            raise ValueError(f"num_prompts: expected a number >= 0, got {self.num_prompts}")
+        at_least(0, num_prompts=self.num_prompts)
 
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse drafts of no token, or of more than there are embeddings for."""

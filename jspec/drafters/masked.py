@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jspec.checks import at_least
 from jspec.drafters.autoregressive import Continue, draft_chain, fit_vocabulary
 from jspec.drafters.common import root, take
 from jspec.drafters.model import read, read_chunk, start
@@ -46,9 +47,7 @@ class MaskedConfig:
     draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected a number >= 1, got {getattr(self, name)}")
+        at_least(1, vocab_size=self.vocab_size, num_tokens=self.num_tokens)
         if self.head != "own":
             raise ValueError(f"head: expected 'own', the language model's, got {self.head!r}")
         if self.draft_vocab is not None:
@@ -71,8 +70,7 @@ class MaskedParams(NamedTuple):
 
 def check_tokens(config: MaskedConfig, num_tokens: int) -> None:
     """Refuse a block of no tokens, or of more than there are masks for."""
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens: expected a number >= 1, got {num_tokens}")
+    at_least(1, num_tokens=num_tokens)
     if not config.shared_mask and num_tokens > config.num_tokens:
         raise ValueError(
             f"num_tokens: expected at most {config.num_tokens}, one for the root and one for each mask, "

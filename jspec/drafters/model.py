@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jspec.checks import at_least
 from jspec.drafters.autoregressive import Continue, draft_chain
 from jspec.drafters.common import take
 from jspec.types import (
@@ -177,8 +178,7 @@ def model(
     Raises:
       ValueError: ``num_tokens`` < 1.
     """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens: expected a number >= 1, got {num_tokens}")
+    at_least(1, num_tokens=num_tokens)
     vocabulary = getattr(draft_model, "vocabulary", None)
     params = ModelParams(draft_model.params, proceed, vocabulary)
     return Drafter(params, _method(draft_model.lm, num_tokens, sample))

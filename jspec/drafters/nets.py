@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec import sampling
+from jspec.checks import at_least
 from jspec.models import ENDLESS
 from jspec.models.layers import wide_product
 from jspec.models.rotary import Rotary, rotary
@@ -56,10 +57,7 @@ class NetConfig:
 
     def at_least_one(self, names: Iterable[str]) -> None:
         """Refuse sizes below 1; one that is None is left open."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected a number >= 1, got {value}")
+        at_least(1, **{name: getattr(self, name) for name in names})
 
     @property
     def columns(self) -> int:

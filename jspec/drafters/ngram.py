@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jspec.checks import at_least
 from jspec.drafters.autoregressive import draft_chain
 from jspec.drafters.common import no_update
 from jspec.io.tokenizer import Vocabulary
@@ -95,8 +96,7 @@ def ngram(table: NgramTable | str | Path, num_tokens: int = 3) -> Drafter:
 
     Reference: Leviathan et al. 2023, arXiv 2211.17192, section 4.2 and Table 3.
     """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens: expected a number >= 1, got {num_tokens}")
+    at_least(1, num_tokens=num_tokens)
     return Drafter(table if isinstance(table, NgramTable) else load_ngram(table), _ngram(num_tokens))
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jspec.checks import at_least
 from jspec.drafters import nets
 from jspec.drafters.autoregressive import Continue, draft_chain
 from jspec.drafters.beam import TreeSettings, dynamic_tree
@@ -93,8 +94,7 @@ def network(kind: type[Recurrence], config: RecurrentConfig, taps: tuple[int, ..
 
 def check_length(config: RecurrentConfig, length: int, name: str = "num_tokens") -> None:
     """Refuse drafts that the net cannot make."""
-    if length < 1:
-        raise ValueError(f"{name}: expected a number >= 1, got {length}")
+    at_least(1, **{name: length})
     if config.longest is not None and length > config.longest:
         raise ValueError(f"{name}: expected at most {config.longest} (num_layers), got {length}")
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jspec import trees
+from jspec.checks import at_least
 from jspec.drafters.common import (
     move_to_front,
     read_rows,
@@ -149,9 +150,8 @@ def token_recycling(num_nodes: int = 24, *, k: int = 8, template: trees.Template
     Reference: Luo et al. 2025, "Turning Trash into Treasure", arXiv 2408.08696, section 3. Their tree has 81
     nodes, which pays on large accelerators only.
     """
-    for name, value, least in (("num_nodes", num_nodes, 2), ("k", k, 1)):
-        if value < least:
-            raise ValueError(f"{name}: expected a number >= {least}, got {value}")
+    at_least(2, num_nodes=num_nodes)
+    at_least(1, k=k)
     if template is None:
         columns = min(k, ACCURACIES.shape[1])
         most = sum(columns**depth for depth in range(len(ACCURACIES) + 1))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jspec import sampling, trees
+from jspec.checks import at_least
 from jspec.drafters.common import root
 from jspec.types import (
     Context,
@@ -133,8 +134,7 @@ def router(first: Drafter, second: Drafter, min_tokens: int = 1) -> Drafter:
     >>> both.method.width, both.method.depth, both.method.draws
     (6, 5, 'chosen')
     """
-    if min_tokens < 1:
-        raise ValueError(f"min_tokens: expected a number >= 1, got {min_tokens}")
+    at_least(1, min_tokens=min_tokens)
     if first.method.draws != "chosen":
         raise ValueError(f"first: expected a drafter whose tokens are chosen, got {first.method.draws!r}")
     for name, arm in (("first", first), ("second", second)):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jspec.checks import at_least
 from jspec.drafters.autoregressive import Continue, draft_chain
 from jspec.drafters.common import no_update
 from jspec.types import Block, Context, Draft, Drafter, Keys, LanguageModel, Method, Prompt, PyTree
@@ -80,7 +81,5 @@ def early_exit(
     Raises:
       ValueError: ``num_layers`` or ``num_tokens`` < 1; more layers than the target has (when first run).
     """
-    for name, value in (("num_layers", num_layers), ("num_tokens", num_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: expected a number >= 1, got {value}")
+    at_least(1, num_layers=num_layers, num_tokens=num_tokens)
     return Drafter(EarlyExitParams(proceed), _early_exit(num_layers, num_tokens, sample))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jspec.checks import at_least
 from jspec.drafters.common import chain, merge_branches, root, take
 from jspec.types import Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, Verdict
 
@@ -266,16 +267,15 @@ def suffix(
         "offset": offset,
     }
     lookup = lookup._replace(**{name: value for name, value in given.items() if value is not None})
-    for name in ("num_tokens", "min_match", "max_match"):
-        if getattr(lookup, name) < 1:
-            raise ValueError(f"{name}: expected a number >= 1, got {getattr(lookup, name)}")
+    at_least(1, **{name: getattr(lookup, name) for name in ("num_tokens", "min_match", "max_match")})
     if lookup.min_match > lookup.max_match:
         raise ValueError(
             f"min_match: expected at most max_match = {lookup.max_match}, got {lookup.min_match}"
         )
+    at_least(2, num_nodes=num_nodes)
     most = 1 + OCCURRENCES * lookup.num_tokens
-    if num_nodes is not None and not 2 <= num_nodes <= most:
-        raise ValueError(f"num_nodes: expected a number from 2 to {most}, got {num_nodes}")
+    if num_nodes is not None and num_nodes > most:
+        raise ValueError(f"num_nodes: expected at most {most}, got {num_nodes}")
     if not 0 <= min_probability <= (0 if num_nodes is None else 1):
         raise ValueError(
             f"min_probability: expected a number from 0 to 1, and 0 for a chain, got {min_probability}"

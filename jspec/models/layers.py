@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.checks import at_least
 from jspec.models.attention import attend
 from jspec.models.rotary import Angles, rotate
 
@@ -37,9 +38,7 @@ def check_config(config: Any, *sizes: str) -> None:
     Raises:
       ValueError: a size (`SIZES`, and those named) below 1, or an unknown activation.
     """
-    for name in (*SIZES, *sizes):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}: expected a number >= 1, got {getattr(config, name)}")
+    at_least(1, **{name: getattr(config, name) for name in (*SIZES, *sizes)})
     if config.activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {config.activation!r}")
 

@@ -14,8 +14,8 @@ Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]  # of a running mean
 
 
 class Strict(pydantic.BaseModel):
-    """Base of all settings: unknown keys and numbers that are not finite are refused, and what was read is not
-    assigned to. Settings without dicts among them are hashable."""
+    """Base of all settings: unknown keys and numbers that are not finite are refused, and what was read is
+    not assigned to. Settings without dicts among them are hashable."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -21,7 +21,7 @@ from jspec.drafters import kinds, nets, stored
 from jspec.drafters.nets import HeadKind, Network, Text, Weights
 from jspec.drafters.stored import Stored
 from jspec.types import PyTree
-from training import distill, recipe, text
+from training import distill, init, recipe, text
 from training.buckets import choose_edges
 from training.config import Batching, Count, Strict, Training
 from training.data import Batch, Example, Limits, Mixture, widths
@@ -41,7 +41,9 @@ class Drafter(Strict):
 
     ``network`` holds settings of the kind's config (`jspec.drafters.kinds`). ``head`` is the target's, rows
     of it (frozen), or the network's own (trained, from these rows on); with ``draft_vocab`` its columns are
-    the so many most frequent tokens of the training answers. ``init`` names a stored drafter to go on from.
+    the so many most frequent tokens of the training answers. ``layers`` are those of the target as which the
+    network's layers begin (`training.init.as_layers`); None: at random. ``init`` names a stored drafter to go
+    on from.
     A ``masked`` network is a language model of its own: ``model`` says which, and what it begins as; with
     ``init``, ``network`` has its architecture, ``lm``.
 
@@ -62,6 +64,7 @@ class Drafter(Strict):
     model: distill.Drafter | None = None  # of ``kind: masked``
     head: HeadKind = "target"
     draft_vocab: Count | None = None
+    layers: tuple[Annotated[int, pydantic.Field(ge=0)], ...] | None = None
     init: str | None = None
     num_tokens: Count = 4
     anchors: Count | None = 64
@@ -85,6 +88,9 @@ class Drafter(Strict):
             raise ValueError(f"model: expected none for a drafter of kind {self.kind!r}, got one")
         if self.model is not None and self.init is not None:
             raise ValueError("model: expected none with init (network.lm is its architecture), got one")
+        if self.layers is not None and (self.kind == "masked" or self.init is not None):
+            where = "model" if self.kind == "masked" else "init"
+            raise ValueError(f"layers: expected none with {where}, got {list(self.layers)}")
         if self.head == "rows" and self.draft_vocab is None:
             raise ValueError("draft_vocab: expected a number of tokens with head: rows, got None")
         if self.head == "target" and self.draft_vocab is not None:
@@ -418,6 +424,8 @@ def begin(
         every = [example for part in parts for example in part]
         ids, coverage = draft_vocabulary(every, config.draft_vocab, target.vocab_size)
     net = models.cast(network.init(jax.random.key(config.training.seed)), "float32")
+    if config.layers is not None:
+        net = init.as_layers(net, target.lm.config, target.params, config.layers)
     if model is not None:
         net = {**net, "lm": models.cast(model.params, "float32")}
     elif config.head == "own":

@@ -1,4 +1,5 @@
-"""First parameters: at random, or a subset of another model's layers."""
+"""First parameters: at random, a subset of another model's layers, or a draft network's as layers of its
+target."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jspec import models
 from jspec.models import Config, Seq2SeqConfig
 from jspec.models.decoder import Params
+from jspec.types import PyTree
 
 
 def random(config: Config, key: jax.Array) -> Params:
@@ -63,6 +65,63 @@ def subset(
             changes["windows"] = tuple(config.windows[layer] for layer in layers)
     copied = jax.tree.map(lambda x: jnp.array(x, jnp.float32), chosen)
     return dataclasses.replace(config, **changes), copied
+
+
+def as_layers(net: PyTree, config: Config, params: Params, layers: Sequence[int]) -> PyTree:
+    """A draft network whose layers begin as these of its target, and its last norm as the target's.
+
+    What the network has beside them passes on the last of what it reads, the highest layer that it taps or
+    the hidden state: a matrix onto the width from several vectors side by side is the identity for the last
+    of them and 0 for the others, and so are the halves of an attention that reads pairs of an embedded token
+    and a state (EAGLE-3). With L the highest tap and the layer that it begins as, such a network is the
+    target's layer L once more; from there it learns to look ahead. What has no counterpart stays as it is.
+
+    Raises:
+      ValueError: a network without layers or with another number of them, a layer that the target lacks, or
+        layers of other sizes.
+    """
+    stack = net.get("stack", net)
+    if "layers" not in stack:
+        raise ValueError("layers: expected none, the network has no layers")
+    if len(layers) != len(stack["layers"]):
+        number = len(stack["layers"])
+        raise ValueError(f"layers: expected one for each of the network's {number}, got {list(layers)}")
+    _checked("layers", layers, config.num_layers)
+    begun = {i: _as(own, params["layers"][layers[i]], config.width) for i, own in stack["layers"].items()}
+    stack = stack | {"layers": begun}
+    if stack.get("norm") is not None and "norm" in params:
+        stack["norm"] = _as(stack["norm"], params["norm"], config.width)
+    net = net | {"stack": stack} if "stack" in net else stack
+    passing = {name: _passing(part, config.width) for name, part in net.items() if _is_linear(part)}
+    return net | passing
+
+
+def _as(own: PyTree, other: PyTree, width: int, path: str = "") -> PyTree:
+    """``own`` with the values of ``other`` where both have them."""
+    if not isinstance(own, dict):
+        other = jnp.asarray(other, own.dtype)
+        if own.shape == (2 * width, *other.shape[1:]) and other.shape[0] == width:
+            other = jnp.concatenate([jnp.zeros_like(other), other])
+        if own.shape != other.shape:
+            raise ValueError(
+                f"layers: expected a network with layers of the target's sizes, but {path} is {own.shape}, "
+                f"and the target's {other.shape}"
+            )
+        return other
+    shared = own.keys() & (other.keys() if isinstance(other, dict) else ())
+    return own | {name: _as(own[name], other[name], width, f"{path}.{name}".strip(".")) for name in shared}
+
+
+def _is_linear(part: PyTree) -> bool:
+    return isinstance(part, dict) and "kernel" in part
+
+
+def _passing(linear: PyTree, width: int) -> PyTree:
+    """The last of several vectors, if it is a matrix onto the width."""
+    kernel = linear["kernel"]
+    if kernel.shape[1] != width or kernel.shape[0] % width:
+        return linear
+    return linear | {"kernel": jnp.zeros_like(kernel).at[-width:].set(jnp.eye(width, dtype=kernel.dtype))}
 
 
 def _checked(name: str, layers: Sequence[int], number: int) -> Sequence[int]:

@@ -89,6 +89,9 @@ class Drafters(Strict):
         recipes = self.recipes()
         if any(found.target != self.table.target for found in recipes.values()):
             raise ValueError(f"table.target: expected that of all methods, got {self.table.target}")
+        for name, found in recipes.items():
+            if found.training.best:  # curves and tables are of the last step
+                raise ValueError(f"methods.{name}: training.best: expected false in a comparison, got true")
         return self
 
     def recipes(self) -> dict[str, drafter.Drafter]:

@@ -94,6 +94,10 @@ def test_the_project_s_own(name, smoke):
         ),
         ({"base": {"training": {"steps": 0}}}, r"methods\.hidden: training\.steps: .*greater"),
         (
+            {"base": {"training": {"best": True, "evaluate_every": 1}}},
+            r"methods\.taps: training\.best: expected false in a comparison, got true",
+        ),
+        (
             {"base": {"training": {"optimizer": {"learning_rate": float("inf")}}}},
             r"methods\.taps: training\.optimizer\.learning_rate: .*finite",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers as abstract
 import operator
 
 
@@ -26,3 +27,43 @@ def at_least(least: int, /, **numbers: int | None) -> None:
             found = None
         if found is None or isinstance(value, bool) or found < least:
             raise ValueError(f"{name}: expected a whole number >= {least}, got {value!r}")
+
+
+def between(least: float, most: float, /, **numbers: float) -> None:
+    """Refuse what is no number from ``least`` to ``most``.
+
+    Raises:
+      ValueError: the argument's name, what was expected and what came.
+
+    >>> between(0, 1, threshold=0.5)
+    >>> between(0, 1, threshold=2)
+    Traceback (most recent call last):
+    ...
+    ValueError: threshold: expected a number from 0 to 1, got 2
+    """
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, abstract.Real) or not least <= value <= most:
+            raise ValueError(f"{name}: expected a number from {least} to {most}, got {shown(value)}")
+
+
+def instance(kind: type, expected: str, /, **values: object) -> None:
+    """Refuse what is not of a kind.
+
+    Raises:
+      ValueError: the argument's name, what was expected and what came.
+
+    >>> instance(str, "a name", drafter="suffix")
+    >>> instance(str, "a name", drafter=5)
+    Traceback (most recent call last):
+    ...
+    ValueError: drafter: expected a name, got 5
+    """
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A value for a message: short ones as they are, others by their type."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else type(value).__name__

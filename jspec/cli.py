@@ -232,11 +232,15 @@ def _models() -> list[tuple[str, str]]:
     )
 
 
+#: To the end of the sentence, in which a bracket may hold more than one.
+EXACTNESS = re.compile(r"\b(Lossless|Lossy|As exact|Keeps the exactness)\b(\([^)]*\)|[^.:;(])*")
+
+
 def _methods(module: ModuleType) -> list[tuple[str, str]]:
-    """Every factory of a package and the sentence of its docstring that says how exact it is."""
+    """Every factory of a package and the words of its docstring that say how exact it is."""
     rows = []
     for name in module.__all__:
-        exactness = re.search(r"\b(Lossless|Lossy)\b[^.:;]*", inspect.getdoc(getattr(module, name)) or "")
+        exactness = EXACTNESS.search(inspect.getdoc(getattr(module, name)) or "")
         if exactness:
             rows.append((name, " ".join(exactness.group().split())))
     return rows

@@ -106,6 +106,7 @@ def initialize_distributed(
     Does nothing on a single machine, and nothing the second time.
 
     Raises:
+      RuntimeError: something has touched a device before, on a single machine, too.
       ValueError: a coordinator without the two numbers, or one of them without a coordinator; a cluster that
         JAX finds and cannot join. Processes that went on alone would each do the whole work.
     """

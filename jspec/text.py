@@ -18,6 +18,7 @@ from jspec import auto, drafters, engine, parallel
 from jspec import verify as rules
 from jspec.batch import Batch, Request, source_width
 from jspec.checkpoint import SMOLLM2, Model, load
+from jspec.checks import instance
 from jspec.io import tokenizer as tokenizers
 from jspec.options import SamplingOptions, check_tokens, reject_unknown, resolve, whole_each
 from jspec.output import Output, Result, collect
@@ -199,6 +200,7 @@ def generate(
     for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
+    instance(Model, "a model as jspec.load returns it", model=model)
     requests = as_requests(model, prompts, chat, system, decoder_prefix)
     limits = whole_each("max_new_tokens", max_new_tokens, len(requests))
     batch = _prepare(
@@ -281,6 +283,7 @@ def stream(
     >>> list(stream(model, [0], max_new_tokens=3))
     [[1], [0], [1]]
     """
+    instance(Model, "a model as jspec.load returns it", model=model)
     requests = as_requests(model, prompt, chat, system, decoder_prefix)
     if len(requests) > 1:
         raise ValueError(f"prompt: expected one prompt, got {len(requests)}")
@@ -321,6 +324,7 @@ class Session:
         capacity: int | None = None,
         widths: tuple[int, ...] | None = None,
     ) -> None:
+        instance(Model, "a model as jspec.load returns it", model=model)
         self.messages = system_messages(system)
         self.reused = 0
         self._chats = model.tokenizer is not None and model.tokenizer.has_chat_template

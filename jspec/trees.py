@@ -89,7 +89,7 @@ def grow(accuracies: np.ndarray, num_nodes: int) -> Template:
     >>> grow(np.array([[0.6, 0.3], [0.5, 0.1]]), 4).parents
     (-1, 0, 0, 1)
     """
-    return template(tuple(path for _, path in _grown(accuracies, num_nodes)))
+    return template(tuple(path for _, path in _grown(np.asarray(accuracies, float), num_nodes)))
 
 
 def _by_depth(accuracies: np.ndarray, depth: int | None, num_nodes: int) -> np.ndarray:

@@ -171,7 +171,7 @@ def test_trees_of_a_trained_row(tmp_path):
         wrong = {"folder": str(tmp_path / name), **settings}
         with pytest.raises(ValueError, match=f"drafters: 'x': .*{message}"):
             table.build(config.Row(name="x", drafter="trained", arguments=wrong), target())
-    stops = {"folder": str(tmp_path / "static"), "num_tokens": 2, "proceed": {"confidence": 1.5}}
+    stops = {"folder": str(tmp_path / "static"), "num_tokens": 2, "proceed": {"confidence": 1.0}}
     built = table.build(config.Row(name="x", drafter="trained", arguments=stops), target())
     never = generate(target(), [[4, 2, 5]], max_new_tokens=8, drafter=built.drafter)
     assert never.stats.mean_accepted_length == 1

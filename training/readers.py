@@ -152,7 +152,9 @@ def _empty(pairs: Iterator[_Pair]) -> int:
 def _lines(path: Path) -> Iterator[str]:
     """Lines end at "\\n" alone: a stray form feed or U+2028 must not shift one file against another."""
     if not path.is_file():
-        raise FileNotFoundError(f"data: no such file: {path}")
+        raise FileNotFoundError(
+            f"data: no such file: {path.resolve()} (the command's --data DIR says where files are)"
+        )
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:

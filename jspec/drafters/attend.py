@@ -18,7 +18,7 @@ from jspec.checks import at_least
 from jspec.drafters import nets
 from jspec.drafters.attend_config import AssistantConfig, AttendConfig, GlideConfig, attend_config
 from jspec.drafters.attend_nets import Assistant, Glide
-from jspec.drafters.autoregressive import Continue, draft_chain
+from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.common import root, take, top_k
 from jspec.drafters.nets import Network, Text, Weights
 from jspec.types import (
@@ -262,6 +262,5 @@ def attend(
         expansion.check(num_tokens, config.columns)
         if proceed is not None:
             raise ValueError("proceed: expected None with an expansion, got a stopping rule")
-    return Drafter(
-        AttendParams(weights, proceed), _method(config, num_tokens, sample and expansion is None, expansion)
-    )
+    method = _method(config, num_tokens, sample and expansion is None, expansion)
+    return Drafter(AttendParams(weights, stopping(proceed)), method)

@@ -11,6 +11,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import sampling
+from jspec.checks import between, instance
 from jspec.drafters.common import chain, root
 from jspec.types import Context, Draft, Keys, PyTree
 
@@ -31,9 +32,13 @@ def confidence(threshold: float) -> Continue:
     Transformers' ``assistant_confidence_threshold`` looks at the drafted token instead, which is exact only
     for greedy drafts: a stop that depends on the drawn token biases the output.
 
+    Raises:
+      ValueError: a threshold beyond 0 and 1.
+
     >>> confidence(0.5)(jnp.array([[0.6, 0.4], [0.4, 0.3]])).tolist()
     [True, False]
     """
+    between(0, 1, threshold=threshold)
     return Partial(_confident, jnp.float32(threshold))
 
 
@@ -47,8 +52,25 @@ def _likely_accepted(
 def entropy_bound(threshold: float, scale: float = 0.2) -> Continue:
     """Draft on while ``1 - sqrt(scale * H(q))``, a bound on the acceptance rate from the entropy of the
     drafter's law in nats, is at least ``threshold`` (in the manner of AdaEDL, arXiv 2410.18351; ``scale`` is
-    a constant to be set per drafter). It is the law before the request's settings, as for `confidence`."""
+    a constant to be set per drafter). It is the law before the request's settings, as for `confidence`.
+
+    Raises:
+      ValueError: a threshold beyond 0 and 1, or a negative scale.
+    """
+    between(0, 1, threshold=threshold)
+    between(0, float("inf"), scale=scale)
     return Partial(_likely_accepted, jnp.float32(threshold), jnp.float32(scale))
+
+
+def stopping(proceed: Continue | None) -> Continue | None:
+    """``proceed``, as factories take it.
+
+    Raises:
+      ValueError: it is no rule.
+    """
+    if proceed is not None:
+        instance(Partial, "confidence(threshold), entropy_bound(threshold) or None", proceed=proceed)
+    return proceed
 
 
 def fit_vocabulary(logits: Float[Array, "B Vd"], vocab_size: int) -> Float[Array, "B V"]:

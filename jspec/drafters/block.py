@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jspec import sampling
 from jspec.checks import at_least
 from jspec.drafters import nets
-from jspec.drafters.autoregressive import Continue, draft_chain
+from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.best_first import best_first, num_candidates
 from jspec.drafters.block_network import (
     BlockConfig,
@@ -264,7 +264,8 @@ def block(
     if survival is not None and not config.confidence:
         raise ValueError("survival: expected None for a network without a confidence head")
     threshold = None if survival is None else jnp.float32(survival)
-    return Drafter(BlockParams(weights, proceed, threshold), _chain(network, num_tokens, sample, steps))
+    params = BlockParams(weights, stopping(proceed), threshold)
+    return Drafter(params, _chain(network, num_tokens, sample, steps))
 
 
 def block_tree(

@@ -103,7 +103,7 @@ def _find(folder_or_name: str | Path) -> Path:
     shipped = SHIPPED / str(folder_or_name)
     if shipped.parent == SHIPPED and (shipped / stored.CONFIG).is_file():
         return shipped
-    return hf.find_folder(folder_or_name, files=TORCH)
+    return hf.find_folder(folder_or_name, files=TORCH, name="folder_or_name")
 
 
 def _is_ours(raw: Mapping[str, Any]) -> bool:

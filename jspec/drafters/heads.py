@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec import trees
 from jspec.drafters import nets
-from jspec.drafters.autoregressive import Continue, draft_chain
+from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.common import root, top_k
 from jspec.drafters.head_nets import Bound, HeadsConfig, binder, check, dtype_of
 from jspec.drafters.nets import Network, Weights
@@ -187,7 +187,7 @@ def heads(
     if template is None:
         most = config.num_heads if num_tokens is None else num_tokens
         check(1 <= most <= config.num_heads, "num_tokens", f"1 to {config.num_heads}", most)
-        return Drafter(HeadsParams(weights, proceed), _heads(config, most, None, sample))
+        return Drafter(HeadsParams(weights, stopping(proceed)), _heads(config, most, None, sample))
     check(num_tokens is None, "num_tokens", "None with a template, which has a depth", num_tokens)
     check(proceed is None, "proceed", "None with a template, whose nodes are fixed", proceed)
     check(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec import trees
-from jspec.checks import at_least
+from jspec.checks import at_least, instance
 from jspec.types import Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, PyTree, Verdict
 
 
@@ -71,5 +71,6 @@ def heuristic(drafter: Drafter, initial: int = 5) -> Drafter:
       ValueError: ``initial`` < 1.
     """
     at_least(1, initial=initial)
+    instance(Drafter, "a drafter of jspec.drafters", drafter=drafter)
     start = min(initial, drafter.method.depth)
     return dataclasses.replace(drafter, method=_heuristic(drafter.method, start))

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float
 
 from jspec.checks import at_least
 from jspec.drafters import nets
-from jspec.drafters.autoregressive import Continue, draft_chain
+from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.nets import NetConfig, Network, Text, Weights
 from jspec.types import (
     Block,
@@ -260,4 +260,4 @@ def lookahead_tokens(
     nets.check_weights(config, weights)
     number = config.num_tokens if num_tokens is None else num_tokens
     config.check_tokens(number)
-    return Drafter(LookaheadParams(weights, proceed), _method(config, number, sample))
+    return Drafter(LookaheadParams(weights, stopping(proceed)), _method(config, number, sample))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jspec.checks import at_least
-from jspec.drafters.autoregressive import Continue, draft_chain, fit_vocabulary
+from jspec.drafters.autoregressive import Continue, draft_chain, fit_vocabulary, stopping
 from jspec.drafters.common import root, take
 from jspec.drafters.model import read, read_chunk, start
 from jspec.drafters.nets import HeadKind, Network, Text, Weights
@@ -246,4 +246,4 @@ def masked(
         raise ValueError(f"network: expected one of masked_network, got one of {type(config).__name__}")
     num_tokens = config.num_tokens if num_tokens is None else num_tokens
     check_tokens(config, num_tokens)
-    return Drafter(MaskedParams(weights, proceed), _masked(network, num_tokens, sample))
+    return Drafter(MaskedParams(weights, stopping(proceed)), _masked(network, num_tokens, sample))

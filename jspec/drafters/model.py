@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.checks import at_least
-from jspec.drafters.autoregressive import Continue, draft_chain
+from jspec.checks import at_least, shown
+from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.common import take
 from jspec.types import (
     Block,
@@ -176,9 +176,11 @@ def model(
         and the rest apply to it as to the target), or take the argmax of that law.
       proceed: `confidence(threshold)` or `entropy_bound(threshold)`: stop earlier where they fail.
     Raises:
-      ValueError: ``num_tokens`` < 1.
+      ValueError: ``num_tokens`` < 1, no model, or no stopping rule.
     """
     at_least(1, num_tokens=num_tokens)
+    if not (hasattr(draft_model, "lm") and hasattr(draft_model, "params")):
+        raise ValueError(f"draft_model: expected a model as jspec.load returns it, got {shown(draft_model)}")
     vocabulary = getattr(draft_model, "vocabulary", None)
-    params = ModelParams(draft_model.params, proceed, vocabulary)
+    params = ModelParams(draft_model.params, stopping(proceed), vocabulary)
     return Drafter(params, _method(draft_model.lm, num_tokens, sample))

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jspec.checks import at_least
+from jspec.checks import at_least, instance
 from jspec.drafters import nets
-from jspec.drafters.autoregressive import Continue, draft_chain
+from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.beam import TreeSettings, dynamic_tree
 from jspec.drafters.common import root, take
 from jspec.drafters.nets import Network, Text, Weights
@@ -262,12 +262,13 @@ def drafter(
     if tree is None:
         check_length(config, num_tokens)
     else:
+        instance(TreeSettings, "a TreeSettings", tree=tree)
         check_length(config, tree.depth, "tree.depth")
         tree.check(config.columns)
         if proceed is not None:
             raise ValueError("proceed: expected None with a tree, got a stopping rule")
     nets.check_weights(config, weights)
-    params = RecurrentParams(weights, proceed)
+    params = RecurrentParams(weights, stopping(proceed))
     # What does not matter takes one value, so that equal methods are one.
     length, sample = (num_tokens, sample) if tree is None else (tree.depth, False)
     return Drafter(params, method(kind, config, network.taps, length, sample, tree))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jspec import sampling, trees
-from jspec.checks import at_least
+from jspec.checks import at_least, instance
 from jspec.drafters.common import root
 from jspec.types import (
     Context,
@@ -135,6 +135,7 @@ def router(first: Drafter, second: Drafter, min_tokens: int = 1) -> Drafter:
     (6, 5, 'chosen')
     """
     at_least(1, min_tokens=min_tokens)
+    instance(Drafter, "a drafter of jspec.drafters", first=first, second=second)
     if first.method.draws != "chosen":
         raise ValueError(f"first: expected a drafter whose tokens are chosen, got {first.method.draws!r}")
     for name, arm in (("first", first), ("second", second)):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.checks import at_least
-from jspec.drafters.autoregressive import Continue, draft_chain
+from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.common import no_update
 from jspec.types import Block, Context, Draft, Drafter, Keys, LanguageModel, Method, Prompt, PyTree
 
@@ -82,4 +82,4 @@ def early_exit(
       ValueError: ``num_layers`` or ``num_tokens`` < 1; more layers than the target has (when first run).
     """
     at_least(1, num_layers=num_layers, num_tokens=num_tokens)
-    return Drafter(EarlyExitParams(proceed), _early_exit(num_layers, num_tokens, sample))
+    return Drafter(EarlyExitParams(stopping(proceed)), _early_exit(num_layers, num_tokens, sample))

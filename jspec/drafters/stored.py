@@ -176,4 +176,10 @@ def drafter(
         num_tokens = stored.num_tokens
     if num_tokens is not None:
         options["num_tokens"] = num_tokens
+    _, _, *known = inspect.signature(factory).parameters  # behind network and weights
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"{option}: expected one of {', '.join(known)} for a drafter of kind {stored.kind!r}"
+            )
     return factory(stored.network, stored.weights, **options)

@@ -30,9 +30,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
 
 
-def find_folder(path_or_id: str | Path, *, files: Collection[str] = ()) -> Path:
+def find_folder(path_or_id: str | Path, *, files: Collection[str] = (), name: str = "model") -> Path:
     """A local folder as it is, or the snapshot of a Hub id (downloaded unless HF_HUB_OFFLINE is set), with
-    further ``files``.
+    further ``files``. ``name`` is the argument's.
 
     Raises:
         FileNotFoundError: neither a folder with a config.json nor a model that can be reached.
@@ -40,7 +40,7 @@ def find_folder(path_or_id: str | Path, *, files: Collection[str] = ()) -> Path:
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{path_or_id}: the folder has no config.json")
+            raise FileNotFoundError(f"{name}: {path_or_id}: the folder has no config.json")
         return folder
     try:
         # Only the top folder: others hold copies for other runtimes, "consolidated" is one more.
@@ -52,7 +52,7 @@ def find_folder(path_or_id: str | Path, *, files: Collection[str] = ()) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
-            f"model: {path_or_id!r} is neither a folder nor a Hub model within reach ({reason})"
+            f"{name}: {path_or_id!r} is neither a folder nor a Hub model within reach ({reason})"
         ) from error
 
 

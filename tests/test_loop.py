@@ -318,6 +318,23 @@ def test_a_full_disk_is_one_clear_error_and_nothing_is_lost(undisturbed, tmp_pat
     assert_equal(train(tmp_path / "run"), params)
 
 
+def test_an_unfinished_checkpoint_may_still_be_written_to(tmp_path, monkeypatch):
+    """By threads of a save that failed, where the run is opened again in the same process."""
+    unfinished = tmp_path / "12.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    remove, left = shutil.rmtree, [OSError("Directory not empty"), OSError("Directory not empty")]
+
+    def interrupted(path):
+        if left:
+            raise left.pop()
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    Checkpoints(tmp_path, keep=1, best=False).close()
+    assert not left
+    assert not unfinished.exists()
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"output: cannot write to .*file/run"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Checkpoints:
         complete = orbax.complete_steps(self.folder)
         for path in self.folder.iterdir():
             if path.is_dir() and path.name not in map(str, complete):
-                shutil.rmtree(path)
+                _remove(path)
 
     def latest(self) -> int | None:
         """The newest complete checkpoint's step."""
@@ -81,6 +82,18 @@ class Checkpoints:
         """Release what orbax holds. A save that failed was told by `save`; orbax would tell it again."""
         with contextlib.suppress(Exception):
             self._checkpointer.close()
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder into which threads of a save that failed, in this process, may still be writing."""
+    for seconds in (0.1, 0.5, 2):
+        try:
+            return shutil.rmtree(path)
+        except OSError:
+            time.sleep(seconds)
+            if not path.exists():
+                return None
+    return shutil.rmtree(path)
 
 
 def _validation_loss(metrics: PyTree) -> float:

@@ -361,3 +361,17 @@ def test_bad_arguments_are_refused():
         8,
         other.lm,
     )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_reduced_vocabulary_in_16_bits(rows):
+    """Product and scatter in one program: several rows once were more than XLA's CPU backend could do."""
+    hidden, kernel = jnp.ones((rows, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
+    weights = Weights({}, kernel, jnp.arange(0, 96, 3, dtype=jnp.int32))
+
+    @jax.jit
+    def law(hidden: jax.Array, weights: Weights) -> jax.Array:
+        return nets.spread(weights, nets.logits(weights, None, None, hidden), 96)
+
+    expected = np.where(np.arange(96) % 3, -np.inf, 64)
+    np.testing.assert_array_equal(law(hidden, weights), np.tile(expected, (rows, 1)))

@@ -199,6 +199,9 @@ def spread(weights: Weights, logits: Float[Array, "... Vd"], vocab_size: int) ->
     if weights.ids is None:
         return logits
     full = jnp.full((*logits.shape[:-1], vocab_size), sampling.NEG_INF, logits.dtype)
+    # The scatter wants columns first. XLA would have the head's product make them so, which its CPU backend
+    # cannot for 16-bit factors and several rows (jaxlib 0.10.2: "Unsupported element type for DotThunk").
+    logits = jax.lax.optimization_barrier(logits)
     return full.at[..., weights.ids].set(logits)
 
 

@@ -6,6 +6,15 @@ import numbers as abstract
 import operator
 
 
+def check(good: bool, name: str, expected: str, value: object) -> None:
+    """Refuse an argument, unless it is good.
+
+    >>> check(1 < 2, "depth", "at most 2", 1)
+    """
+    if not good:
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+
+
 def at_least(least: int, /, **numbers: int | None) -> None:
     """Refuse what is no whole number of at least so much; None is left open.
 

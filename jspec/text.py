@@ -18,7 +18,7 @@ from jspec import auto, drafters, engine, parallel
 from jspec import verify as rules
 from jspec.batch import Batch, Request, source_width
 from jspec.checkpoint import SMOLLM2, Model, load
-from jspec.checks import instance
+from jspec.checks import at_least, instance
 from jspec.io import tokenizer as tokenizers
 from jspec.options import SamplingOptions, check_tokens, reject_unknown, resolve, whole_each
 from jspec.output import Output, Result, collect
@@ -197,9 +197,7 @@ def generate(
     >>> generate(model, [[0], [1]], max_new_tokens=[4, 2]).tokens
     [[1, 2, 0, 1], [2, 0]]
     """
-    for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
+    at_least(1, num_samples=num_samples, batch_size=batch_size)
     instance(Model, "a model as jspec.load returns it", model=model)
     requests = as_requests(model, prompts, chat, system, decoder_prefix)
     limits = whole_each("max_new_tokens", max_new_tokens, len(requests))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jspec.checks import check
 from jspec.drafters import nets
 from jspec.drafters.common import take
 from jspec.drafters.nets import NetConfig, Network, Text, Weights
@@ -61,12 +62,6 @@ class HeadsConfig(NetConfig):
     def own_head(self) -> tuple[int, ...]:
         """One kernel a head, as Medusa's are."""
         return self.num_heads, self.width, self.columns
-
-
-def check(good: bool, name: str, expected: str, value: object) -> None:
-    """Refuse a value, unless it is good."""
-    if not good:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 class Residual(nnx.Module):

@@ -17,10 +17,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec import trees
+from jspec.checks import check
 from jspec.drafters import nets
 from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.common import root, top_k
-from jspec.drafters.head_nets import Bound, HeadsConfig, binder, check, dtype_of
+from jspec.drafters.head_nets import Bound, HeadsConfig, binder, dtype_of
 from jspec.drafters.nets import Network, Weights
 from jspec.types import (
     Context,

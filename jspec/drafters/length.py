@@ -68,7 +68,7 @@ def heuristic(drafter: Drafter, initial: int = 5) -> Drafter:
     changes nothing.
 
     Raises:
-      ValueError: ``initial`` < 1.
+      ValueError: ``initial`` < 1, or no drafter.
     """
     at_least(1, initial=initial)
     instance(Drafter, "a drafter of jspec.drafters", drafter=drafter)

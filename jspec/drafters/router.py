@@ -127,7 +127,7 @@ def router(first: Drafter, second: Drafter, min_tokens: int = 1) -> Drafter:
       min_tokens: shorter drafts of ``first`` are not used.
     Raises:
       ValueError: a first arm that draws its tokens, an arm with rows that ride along (`lookahead`,
-        `lookahead_tokens`), or ``min_tokens`` < 1.
+        `lookahead_tokens`), or ``min_tokens`` < 1; what is no drafter.
 
     >>> from jspec.drafters import suffix
     >>> both = router(suffix(5), suffix(3, min_match=2), min_tokens=2)

@@ -58,7 +58,7 @@ class Forward(NamedTuple):
 
 
 class LanguageModel(NamedTuple):
-    """A model as six pure functions. Static, and equal by config (made by a cached factory).
+    """A model as pure functions. Static, and equal by config (made by a cached factory).
 
     ``start(params, prompt, capacity) -> cache`` makes an empty cache with a field ``lengths [B]`` (an encoder
     runs here, once);
@@ -69,7 +69,9 @@ class LanguageModel(NamedTuple):
     ``head(params, hidden [..., E]) -> logits [..., V]`` float32; ``truncate(num_layers) -> LanguageModel``
     runs the first layers of the same params and the same cache. ``start`` and ``extend`` of a model that can
     be trained also take ``dropout``, None by default. ``config`` is hashable and has at least ``vocab_size``
-    and ``context_length`` (positions the model was made for).
+    and ``context_length`` (positions the model was made for). ``rows(params, inputs, positions [B, N]) ->
+    {layer: (keys, values)}``, [B, N, K, h] each, are what ``extend`` makes of the layers' ``inputs``
+    {layer: [B, N, E]} (its taps); None: the model has none to show.
     """
 
     start: Callable[..., PyTree]
@@ -79,6 +81,7 @@ class LanguageModel(NamedTuple):
     head: Callable[..., Float[Array, "... V"]]
     truncate: Callable[[int], LanguageModel]
     config: Any
+    rows: Callable[..., dict[int, tuple[Float[Array, "B N K h"], Float[Array, "B N K h"]]]] | None = None
 
 
 class Sampler(NamedTuple):

@@ -190,9 +190,23 @@ def test_a_kind_is_trained_stored_and_served(kind, tmp_path, monkeypatch):
 
 
 def test_stored_features_are_refused():
-    for kind in TRAINED:
+    for kind in ("pass", "bita"):
         assert recipe_drafter.network_of(settings(kind), model()).runs_target
         with pytest.raises(ValueError, match=f"features: expected none for a drafter of kind '{kind}'"):
             recipe_drafter.network_of(settings(kind, features="float16"), model())
         assert kinds.find(kind).defaults(model().lm.config) is not None
-    assert not any(case.network(target(V)).runs_target for name, case in NETWORKS.items() if name == "eagle")
+    for name in ("eagle", "glide", "assistant"):
+        assert not NETWORKS[name].network(target(V)).runs_target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["glide", "assistant"])
+def test_stored_features_teach_the_same(kind, tmp_path):
+    """Keys and values made from stored hidden states are those of the target."""
+    found = []
+    for features in (None, "float16"):
+        changed = settings(kind, features=features, sources=[{"text": "references"}])
+        corpus, output = recipe.Corpus(EXAMPLES, EXAMPLES[:8]), tmp_path / str(features)
+        recipe_drafter.run(changed, corpus, output, target=model())
+        found.append([row["loss"] for row in metrics.read(output / metrics.FILE) if "loss" in row])
+    np.testing.assert_allclose(*found, rtol=2e-3)

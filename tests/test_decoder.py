@@ -264,6 +264,20 @@ def test_truncated_model_stops_at_the_tap(name):
     ).lengths.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("name", [*CONFIGS, *SEQ2SEQ])
+def test_rows_are_made_from_taps(name):
+    """What enters a layer gives the keys and values that the forward made of it."""
+    model, params = made(name)
+    cache, tokens = prefixed(model, params), texts(2, 2, 4)
+    block = Block(tokens, cache.lengths[:, None] + jnp.arange(4)[None])
+    full = extend(model, params, cache, block, taps=(0, 1))
+    rows = model.rows(params, full.taps, block.positions)
+    assert sorted(rows) == [0, 1]
+    for layer, (keys, values) in rows.items():
+        close(keys, full.rows.keys[layer])
+        close(values, full.rows.values[layer])
+
+
 def test_learned_positions_and_first_tap():
     model, params = made("learned")
     block = Block(jnp.array([[5, 6]]), jnp.array([[3, 3]]))

@@ -46,7 +46,8 @@ def names(chosen: tuple[str, ...]) -> list:
 def check(name: str, model) -> None:
     network, weights, drafter = drafter_of(name, model, V)
     tiny = model(V)
-    assert drafter.method.taps == network.taps
+    # What looks at the target's cache needs taps where there is none: in training.
+    assert drafter.method.taps == (() if name.startswith(("glide", "assistant")) else network.taps)
     assert drafter.method.draws == "iid"
     prompt = tiny.prompt(PROMPTS)
     state = engine.generate(

@@ -51,9 +51,9 @@ class Drafter(Strict):
     taught ``num_tokens`` laws. With ``features`` what the target shows of all training text lies on the disk,
     2 * width bytes a token for the hidden state and for each layer that the network taps; without, its
     forward is part of the step. Runs that tap different layers share one cache if all keep the same
-    ``kept_taps``, which hold each network's. A network that looks at the target's cache (``glide``,
-    ``assistant``) or runs rows of its own through it (``pass``, ``bita``) needs that forward:
-    ``features: null``.
+    ``kept_taps``, which hold each network's; those of one that looks at the target's cache (``glide``,
+    ``assistant``) are the layers whose keys it looks at. One that runs rows of its own through the target
+    (``pass``, ``bita``) needs that forward: ``features: null``.
 
     Evaluations are on what the target writes to the validation sources, greedily and sampled.
     """

@@ -63,12 +63,13 @@ def _module(config: AttendConfig) -> functools.partial:
 def attend_network(config: GlideConfig | AssistantConfig) -> Network:
     """The network of an architecture. Cached: equal configs give the same object.
 
-    ``teach`` runs the target over the text for its keys and values (`Network.runs_target`), and shows an
-    anchor a those strictly before a: the paper's block mask, with every token for the root of a block.
+    ``teach`` makes the target's keys and values from what enters the layers that the net looks at, its taps,
+    and shows an anchor a those strictly before a: the paper's block mask, with every token for the root of a
+    block.
 
     >>> from jspec.testing import tiny_decoder
-    >>> attend_network(attend_config(tiny_decoder()[0].config)).runs_target
-    True
+    >>> attend_network(attend_config(tiny_decoder(num_layers=2)[0].config)).taps
+    (1,)
     """
     kind, module_of = _kind(config), _module(config)
 
@@ -82,7 +83,7 @@ def attend_network(config: GlideConfig | AssistantConfig) -> Network:
         hidden = module_of(weights.net).teach(target, target_params, text, num_tokens)
         return nets.logits(weights, target, target_params, hidden)
 
-    return Network(init, teach, (), config, runs_target=True)
+    return Network(init, teach, tuple(sorted(set(config.layers))), config)
 
 
 # --- proposal expansion -----------------------------------------------------------------------------

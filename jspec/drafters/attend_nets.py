@@ -38,17 +38,35 @@ class Memory(NamedTuple):
     """The target's keys and values. All committed slots are seen, within a layer's window."""
 
     cache: Any  # its keys, values and lengths
-    rows: kv.Rows  # M uncommitted ones
+    rows: dict[int, tuple[Float[Array, "B M K h"], Float[Array, "B M K h"]]]  # uncommitted ones, by layer
+    positions: Int[Array, "B M"]
     seen: Bool[Array, "B N M"]  # which of these each row of the net sees
 
 
 def committed(cache: Any, width: int) -> Memory:
     """The cache alone, for ``width`` rows."""
-    keys, values = (tuple(x[:, :, :0].swapaxes(1, 2) for x in side) for side in (cache.keys, cache.values))
+    keys, values = ([x[:, :, :0].swapaxes(1, 2) for x in side] for side in (cache.keys, cache.values))
     batch = cache.lengths.shape[0]
     return Memory(
-        cache, kv.Rows(keys, values, jnp.zeros((batch, 0), jnp.int32)), jnp.zeros((batch, width, 0), bool)
+        cache,
+        dict(enumerate(zip(keys, values, strict=True))),
+        jnp.zeros((batch, 0), jnp.int32),
+        jnp.zeros((batch, width, 0), bool),
     )
+
+
+def remembered(
+    target: LanguageModel, target_params: PyTree, text: Text, seen: Bool[Array, "B N T"]
+) -> Memory:
+    """All of a text, nothing of it committed."""
+    if target.rows is None:
+        raise ValueError("target: expected a model that shows its keys and values (rows), got None")
+    batch, width = text.tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
+    rows, c = target.rows(target_params, text.taps, positions), decoder_of(target.config)
+    dtype = jax.tree.leaves(rows)[0].dtype
+    cache = kv.empty(batch, 0, c.num_layers, c.num_kv_heads, c.head_dim, dtype)
+    return Memory(cache, rows, positions, seen)
 
 
 class Look(nnx.Module):
@@ -76,10 +94,9 @@ class Look(nnx.Module):
         """Look at the target's layer ``layer``; 0 where nothing is to be seen (a root at 0)."""
         window = target.window(layer)
         cached = memory.cache.keys[layer], memory.cache.values[layer]
-        rows = memory.rows.keys[layer], memory.rows.values[layer]
         capacity = cached[0].shape[2]
         in_cache = see_cache(capacity, memory.cache.lengths, positions, window)
-        in_rows = see_rows(memory.seen, positions, memory.rows.positions, window)
+        in_rows = see_rows(memory.seen, positions, memory.positions, window)
         q = self.query(x).reshape(*x.shape[:2], -1, self.size)
         q = q if self.query_norm is None else self.query_norm(q)
         turn = target.rotary if window is None or target.local_rotary is None else target.local_rotary
@@ -89,8 +106,8 @@ class Look(nnx.Module):
         if self.distances is not None and self.relative is not None:
             slots = jnp.arange(capacity, dtype=jnp.int32)[None]
             bias = functools.partial(self.distances.bias, self.relative[...], positions)
-            biases = bias(slots), bias(memory.rows.positions)
-        found = attend(q, cached, rows, in_cache, in_rows, self.size**-0.5, None, biases)
+            biases = bias(slots), bias(memory.positions)
+        found = attend(q, cached, memory.rows[layer], in_cache, in_rows, self.size**-0.5, None, biases)
         some = in_cache.any(-1) | in_rows.any(-1)
         return self.out(jnp.where(some[..., None], found.astype(x.dtype), 0))
 
@@ -223,7 +240,9 @@ class Glide(Reader):
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((depth, depth), bool))[None], (batch, depth, depth))
         strict = causal & (index[..., None] != index[:, None])
         x = self.embed(context.target, context.params, tokens)
-        positions, memory = state.lengths[:, None] + index, Memory(context.cache, rows, strict)
+        positions = state.lengths[:, None] + index
+        shown = dict(enumerate(zip(rows.keys, rows.values, strict=True)))
+        memory = Memory(context.cache, shown, rows.positions, strict)
         _, rows = self.run(x, positions, state, causal, None, memory, context.target)
         return kv.commit(state, rows, jnp.broadcast_to(index, verdict.path.shape), verdict.num_emitted)
 
@@ -232,7 +251,6 @@ class Glide(Reader):
     ) -> Float[Array, "B A K E"]:
         """All tokens as roots at once; then, for the anchors alone, one more token a step: its row sees the
         rows up to the anchor, those of its own earlier steps, and the target's before the anchor."""
-        cache, shown = nets.run_over(target, target_params, text)
         (batch, width), anchors, count = text.tokens.shape, text.anchors, text.anchors.shape[1]
         position = jnp.arange(width, dtype=jnp.int32)[None]
         own, positions = self.start(batch, 0), jnp.broadcast_to(position, (batch, width))
@@ -241,7 +259,7 @@ class Glide(Reader):
             for k in (0, -1)
         )
         x = self.embed(target, target_params, text.tokens)
-        memory = Memory(cache, shown.rows, strict)
+        memory = remembered(target, target_params, text, strict)
         hidden, rows = self.run(x, positions, own, causal, None, memory, target)
         outputs = [nets.along(hidden, jnp.clip(anchors, 0, width - 1))]
         #   columns of the mask:  rows of the text | step 1 of every anchor | step 2 ...
@@ -319,10 +337,9 @@ class Assistant(Reader):
         self, target: LanguageModel, target_params: PyTree, text: Text, num_tokens: int
     ) -> Float[Array, "B A K F"]:
         """Anchors know nothing of one another."""
-        cache, shown = nets.run_over(target, target_params, text)
         width, anchors = text.tokens.shape[1], text.anchors
         position = jnp.arange(width, dtype=jnp.int32)[None]
-        memory = Memory(cache, shown.rows, position[:, None] < anchors[:, :, None])
+        memory = remembered(target, target_params, text, position[:, None] < anchors[:, :, None])
         h = nets.along(text.hidden, jnp.clip(anchors - 1, 0, width - 1)).astype(self.dtype)
         h = jnp.where((anchors > 0)[..., None], h, 0)
         outputs = []

@@ -125,8 +125,8 @@ class Network(NamedTuple):
     from (EAGLE's regression, arXiv 2401.15077); "confidence" [B, A, K], the logit of its being accepted
     (DSpark, arXiv 2607.05147).
 
-    ``runs_target``: ``teach`` runs the target over the text itself (`run_over`), for keys and values or with
-    rows of its own, so stored hidden states would spare training nothing.
+    ``runs_target``: ``teach`` runs the target over the text itself (`run_over`), with rows of its own beside
+    it, so stored hidden states would spare training nothing.
     """
 
     init: Callable[[jax.Array], PyTree]

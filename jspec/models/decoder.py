@@ -33,7 +33,7 @@ from jspec.models.layers import (
     sinusoids,
     wide_product,
 )
-from jspec.models.rotary import Rotary
+from jspec.models.rotary import Angles, Rotary
 from jspec.types import Block, Forward, LanguageModel, Prompt
 
 Params = dict[Any, Any]
@@ -150,6 +150,18 @@ class Stack(nnx.Module):
             for window in dict.fromkeys(c.window(i) for i in range(c.num_layers))
         }
 
+    def angles(self, positions: Int[Array, "B N"]) -> tuple[Angles | None, ...]:
+        """Each layer's turn of queries and keys."""
+        c = self.config
+        whole = None if c.rotary is None else c.rotary.angles(positions)
+        local = whole if c.local_rotary is None else c.local_rotary.angles(positions)
+        return tuple(whole if c.window(i) is None else local for i in range(c.num_layers))
+
+    def rows(self, inputs: dict[int, Float[Array, "B N E"]], positions: Int[Array, "B N"]) -> dict[int, Any]:
+        """See `LanguageModel.rows`."""
+        angles = self.angles(positions)
+        return {i: self.layers[i].rows(x, angles[i]) for i, x in inputs.items()}
+
     def run(
         self,
         x: Float[Array, "B N E"],
@@ -173,21 +185,19 @@ class Stack(nnx.Module):
         positions = (
             block.positions if pending is None else jnp.concatenate([pending.positions, block.positions], 1)
         )
-        angles = None if c.rotary is None else c.rotary.angles(block.positions)
-        local_angles = angles if c.local_rotary is None else c.local_rotary.angles(block.positions)
+        angles = self.angles(block.positions)
         seen = self.see(cache, block, mask, positions)
         tapped, keys, values = {}, [], []
         for i, layer in enumerate(self.layers):
             x = checkpoint_name(x, LAYER_INPUT)
             if i in taps:
                 tapped[i] = x
-            window = c.window(i)
             x, (k, v) = layer(
                 x,
                 (cache.keys[i], cache.values[i]),
                 None if pending is None else (pending.keys[i], pending.values[i]),
-                seen[window],
-                angles if window is None else local_angles,
+                seen[c.window(i)],
+                angles[i],
                 None if memory is None else memory[i],
                 None if dropout is None else dropout.at(i),
             )
@@ -313,6 +323,7 @@ def _language_model(config: DecoderConfig, cache_dtype: str | None) -> LanguageM
         head=lambda params, hidden: module(params).head(hidden),
         truncate=truncate,
         config=config,
+        rows=lambda params, inputs, positions: module(params).rows(inputs, positions),
     )
 
 

@@ -192,11 +192,10 @@ class Attention(nnx.Module):
         angles: Angles | None,
     ) -> tuple[Float[Array, "B N E"], tuple[Array, Array]]:
         """The output, and the keys and values of pending and new rows together."""
-        q, k, v = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+        q = self._heads(self.query(x))
+        q = q if self.query_norm is None else self.query_norm(q)
+        q = q if angles is None else rotate(q, angles)
+        k, v = self.rows(x, angles)
         if pending is not None:
             k, v = jnp.concatenate([pending[0], k], 1), jnp.concatenate([pending[1], v], 1)
         biases = (seen.cache_bias, seen.rows_bias)
@@ -211,6 +210,14 @@ class Attention(nnx.Module):
             biases,
         )
         return self.out(x), (k, v)
+
+    def rows(
+        self, x: Float[Array, "B N I"], angles: Angles | None
+    ) -> tuple[Float[Array, "B N K h"], Float[Array, "B N K h"]]:
+        """Keys and values of new rows."""
+        k, v = self._heads(self.key(x)), self._heads(self.value(x))
+        k = k if self.key_norm is None else self.key_norm(k)
+        return k if angles is None else rotate(k, angles), v
 
     def read(self, memory: Float[Array, "B T E"]) -> tuple[Float[Array, "B K T h"], Float[Array, "B K T h"]]:
         """Keys and values of an encoder's output, as `look` takes them."""
@@ -287,6 +294,12 @@ class Layer(nnx.Module):
             x = self._add(x, drop(y, dropout, 1), self.cross_post_norm)
         y = self.mlp(_before(x, self.mlp_norm))
         return self._add(x, drop(y, dropout, 2), self.mlp_post_norm), rows
+
+    def rows(
+        self, x: Float[Array, "B N E"], angles: Angles | None
+    ) -> tuple[Float[Array, "B N K h"], Float[Array, "B N K h"]]:
+        """Keys and values of the layer's input."""
+        return self.attention.rows(_before(x, self.attention_norm), angles)
 
     def read(self, memory: Float[Array, "B T E"]) -> tuple[Float[Array, "B K T h"], Float[Array, "B K T h"]]:
         """What cross-attention needs of an encoder's output."""

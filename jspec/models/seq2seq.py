@@ -226,4 +226,5 @@ def _language_model(config: Seq2SeqConfig, cache_dtype: str | None) -> LanguageM
         head=lambda params, hidden: module(params).head(hidden),
         truncate=truncate,
         config=config,
+        rows=lambda params, inputs, positions: module(params).rows(inputs, positions),
     )

@@ -15,7 +15,7 @@ from training import config as configs
 from training.config import Count, Strict
 from training.text import Source
 
-DRAFTERS = ("none", "model", "trained", *text.DRAFTERS)
+DRAFTERS = ("none", "model", *text.DRAFTERS)
 
 
 class Prompts(Strict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import rich.console
 
@@ -12,14 +11,11 @@ from experiments import cost, figures, progress, report
 from experiments.bench import PLAIN, Bench, Case, Setting
 from experiments.config import Row, Table
 from experiments.prompts import Question
-from jspec import auto, drafters, engine, measure, trees, verify
+from jspec import auto, drafters, engine, measure, verify
 from jspec.io.tokenizer import check_vocabularies
 from jspec.prompts import as_requests
 from jspec.text import named_drafter
-from jspec.types import Drafter
 from training import recipe
-
-PROCEED = {"confidence": drafters.confidence, "entropy_bound": drafters.entropy_bound}  # by name
 
 
 def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
@@ -35,8 +31,6 @@ def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
         elif row.drafter == "auto":
             choice = auto.choice(model)
             drafter, note = choice.build(model) or drafters.plain(), choice.title
-        elif row.drafter == "trained":
-            drafter = trained(model, **row.arguments)
         elif row.drafter == "model":
             arguments = dict(row.arguments)
             draft_model = jspec.load(str(arguments.pop("draft_model")), dtype=dtype)
@@ -52,38 +46,6 @@ def build(row: Row, model: jspec.Model, dtype: str = "float32") -> Setting:
         raise ValueError(f"drafters: {row.name!r}: {error}") from None
     except KeyError as error:
         raise ValueError(f"drafters: {row.name!r}: the argument {error} is missing") from None
-
-
-def trained(
-    model: jspec.Model, folder: str, *, router: dict[str, Any] | None = None, **settings: Any
-) -> Drafter:
-    """A stored draft network. In ``settings``, which go to its factory, a ``tree`` is given by its
-    `drafters.TreeSettings`, a ``template`` by the rank paths of its nodes, and ``proceed`` by its rule and
-    threshold, ``{confidence: 0.5}``.
-
-    ``router``: settings of `drafters.suffix`, which rows take where it finds something.
-
-    Raises:
-        ValueError, FileNotFoundError: see `drafters.load`.
-    """
-    if "tree" in settings:
-        settings["tree"] = drafters.TreeSettings(**settings["tree"])
-    if "template" in settings:
-        settings["template"] = trees.template(tuple(tuple(path) for path in settings["template"]))
-    if "proceed" in settings:
-        settings["proceed"] = _proceed(settings["proceed"])
-    found = drafters.load(folder, model, **settings)
-    return found if router is None else drafters.router(drafters.suffix(**router), found)
-
-
-def _proceed(given: Any) -> Any:
-    """The stopping rule of a row."""
-    if not isinstance(given, dict) or len(given) != 1:
-        raise ValueError(f"proceed: expected a rule and its threshold, got {given}")
-    ((name, threshold),) = given.items()
-    if name not in PROCEED:
-        raise ValueError(f"proceed: expected one of {', '.join(PROCEED)}, got {name}")
-    return PROCEED[name](threshold)
 
 
 def tokenize(

@@ -19,6 +19,7 @@ from jspec import verify as rules
 from jspec.batch import Batch, Request, source_width
 from jspec.checkpoint import SMOLLM2, Model, load
 from jspec.checks import at_least, instance
+from jspec.drafters.described import called, trained
 from jspec.io import tokenizer as tokenizers
 from jspec.options import SamplingOptions, check_tokens, reject_unknown, resolve, whole_each
 from jspec.output import Output, Result, collect
@@ -39,7 +40,7 @@ __all__ = [
 
 SEGMENT = 8  # rounds between two looks for stop strings; what a row emits beyond its stop is cut off
 
-DRAFTERS = (*drafters.NAMED, "auto")
+DRAFTERS = (*drafters.NAMED, "auto", "trained")
 
 
 # --- arguments --------------------------------------------------------------------------------------
@@ -82,19 +83,19 @@ def unknown_drafter(name: str) -> str:
 def named_drafter(name: str, model: Model, **arguments: Any) -> Drafter:
     """The drafter that ``name`` stands for with this target; ``arguments`` are its factory's.
 
-    "auto" is `auto.choose`.
+    "auto" is `auto.choose`; "trained" a draft network that comes with the package or lies in a folder
+    (`drafters.described.trained`).
 
     Raises:
       ValueError: an unknown name or argument.
+      FileNotFoundError: no trained drafter there.
     """
     if name not in DRAFTERS:
         raise ValueError(unknown_drafter(name))
+    if name == "trained":
+        return trained(model, **arguments)
     factory = functools.partial(_automatic, model) if name == "auto" else drafters.NAMED[name]
-    known = list(inspect.signature(factory).parameters)
-    for argument in arguments:
-        if argument not in known:
-            raise ValueError(f"{name}: expected arguments among {known}, got {argument!r}")
-    return factory(**arguments)
+    return called(name, factory, arguments)
 
 
 def _automatic(target: Model) -> Drafter:
@@ -171,7 +172,7 @@ def generate(
       prompts: one or several strings or lists of token ids. For an encoder-decoder (T5), what the encoder
         reads, end token included where the checkpoint wants one (strings get it from the tokenizer). The
         language of a source (mBART) is a setting of the tokenizer: ``model.tokenizer.backend.src_lang``.
-      drafter: None: plain decoding; a name (one of `drafters.NAMED`, or "auto"); a `Drafter` from
+      drafter: None: plain decoding; a name (one of `DRAFTERS`); a `Drafter` from
         `jspec.drafters`; a smaller `Model` of the same vocabulary.
       verify: acceptance rule from `jspec.verify`, or its name; None: the best lossless one for the draft.
       max_new_tokens: one number, or one a prompt.

@@ -1,5 +1,6 @@
 """Draft networks compared: one command trains them on the same text and measures them in one table."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from experiments import config, drafters, study, table
 from experiments.drafters import Point, Trained
 from experiments.stages import Stages
 from jspec import drafters as methods
-from jspec import generate, testing
+from jspec import generate, testing, text
 from jspec.checkpoint import Model
 from jspec.drafters import kinds, nets
 from training import metrics, recipe
@@ -175,3 +176,34 @@ def test_trees_of_a_trained_row(tmp_path):
     built = table.build(config.Row(name="x", drafter="trained", arguments=stops), target())
     never = generate(target(), [[4, 2, 5]], max_new_tokens=8, drafter=built.drafter)
     assert never.stats.mean_accepted_length == 1
+
+
+def test_a_trained_drafter_by_name(tmp_path, monkeypatch):
+    """The one that comes with the package, or a folder's; both keep the answer."""
+    named = dataclasses.replace(target(), name="tiny")
+    network = kinds.find("medusa").network(kinds.configure("medusa", {}, named.lm.config))
+    methods.save(
+        tmp_path / "tiny", "medusa", network, nets.Weights(network.init(jax.random.key(0))), num_tokens=2
+    )
+    with pytest.raises(ValueError, match=r"folder: expected a draft network's, .* for 'tiny', got None"):
+        generate(named, [[4, 2, 5]], drafter="trained")
+    monkeypatch.setattr(methods.files, "SHIPPED", tmp_path)
+    plain = generate(named, [[4, 2, 5]], max_new_tokens=8)
+    found = generate(named, [[4, 2, 5]], max_new_tokens=8, drafter="trained")
+    assert found.tokens == plain.tokens
+    assert len(found.stats.proposed_by_position) == 2
+    folder = str(tmp_path / "tiny")
+    longer = text.named_drafter("trained", named, folder=folder, num_tokens=3)
+    assert longer.method.depth == 3
+    routed = text.named_drafter("trained", named, folder=folder, router={"num_tokens": 5})
+    assert routed.method.depth == 5
+    for settings, message in (
+        ({"router": {"tokens": 5}}, r"router: expected arguments among \['num_tokens', .*got 'tokens'"),
+        ({"router": 5}, r"router: expected arguments among \['num_tokens', .*got 5"),
+        ({"tree": {"nodes": 4}}, "tree: expected arguments among .*got 'nodes'"),
+        ({"depth": 3}, "depth: expected one of num_tokens, .* for a drafter of kind 'medusa'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            text.named_drafter("trained", named, folder=folder, **settings)
+    with pytest.raises(FileNotFoundError):
+        text.named_drafter("trained", named, folder=str(tmp_path / "none"))

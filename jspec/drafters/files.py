@@ -98,11 +98,16 @@ def load(
     return layout.drafter(checkpoint.network, checkpoint.weights, **(proposed | settings))
 
 
+def is_shipped(name: str) -> bool:
+    """Whether a drafter comes with the package for the target of this name."""
+    folder = SHIPPED / name
+    return folder.parent == SHIPPED and (folder / stored.CONFIG).is_file()
+
+
 def _find(folder_or_name: str | Path) -> Path:
     """The folder. What comes with the package goes by its target's name."""
-    shipped = SHIPPED / str(folder_or_name)
-    if shipped.parent == SHIPPED and (shipped / stored.CONFIG).is_file():
-        return shipped
+    if is_shipped(str(folder_or_name)):
+        return SHIPPED / str(folder_or_name)
     return hf.find_folder(folder_or_name, files=TORCH, name="folder_or_name")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -89,8 +90,8 @@ def drafters(config: Config, data: Data = None, output: Output = None, smoke: Sm
         settings = _read(config, smoke, "drafters")
         folder = _folder(config, output, smoke)
         # What does not wait for the training is looked at first.
-        early = comparison.untrained(settings)
-        _loaded(early, data, folder, console)
+        with tempfile.TemporaryDirectory() as random:
+            _loaded(comparison.rehearsed(settings, Path(random)), data, folder, console)
         stages = Stages(folder, console)
         found = comparison.train(settings, data or Path("."), folder, stages, console)
         comparison.write(folder, settings, found, stages, console)

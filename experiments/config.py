@@ -84,7 +84,7 @@ class Drafters(Strict):
             if not re.fullmatch(r"\w[\w.-]*", name) or name == "text":  # a folder beside that of the text
                 raise ValueError(f"methods: expected names of folders, and not text, got {name!r}")
         for row in self.table.drafters:
-            if row.drafter == "trained" and not isinstance(row.arguments.get("folder"), str):
+            if row.drafter == "trained" and not isinstance(row.arguments.get("folder", ""), str):
                 raise ValueError(f"table.drafters: {row.name!r}: expected a folder, got {row.arguments}")
         recipes = self.recipes()
         if any(found.target != self.table.target for found in recipes.values()):

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import rich.console
 
 from experiments import plots, sheets
 from experiments.config import Drafters, Row, Table
+from experiments.pipeline import finished
 from experiments.sheets import Sheet
 from experiments.stages import Stages, clock
+from jspec.drafters import stored
+from jspec.drafters.nets import Weights
 from training import drafter, metrics, recipe
 
 TEXT = "text"  # the folder of what the target writes and shows, for all methods
@@ -61,8 +65,9 @@ def train(
     for name, settings in config.recipes().items():
         run = folder / name
         corpus = recipe.read(settings.data, data)
-        done = stages.times.get(name, {}).get("done", False)
-        with stages.timed(name, done=done):
+        if not run.exists():  # its folder was removed, and with it what is told of its time
+            stages.times.pop(name, None)
+        with stages.timed(name, done=finished(run) and name in stages.times):
             trained = drafter.run(settings, corpus, run, cache=folder / TEXT, console=console)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(trained.weights.net))
         found[name] = outcome(run, parameters, stages.times[name]["seconds"])
@@ -126,15 +131,24 @@ def write(
     (folder / "drafters.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def untrained(config: Drafters) -> Table:
-    """The speed table without the rows that wait for the training, and without calibration: a table of what
-    can be found wrong before it."""
-    kept = [row for row in config.table.drafters if row.drafter != "auto" and not _own(row, config)]
-    return config.table.model_copy(update={"drafters": tuple(kept)})
+def rehearsed(config: Drafters, folder: Path) -> Table:
+    """The speed table without calibration, and with random networks, written to ``folder``, in place of those
+    that wait for the training: what can be found wrong with any of them is found before it."""
+    for name, settings in config.recipes().items():
+        target = recipe.given("target", None, settings.target, settings.training.dtype)
+        network = drafter.network_of(settings, target, drafter.model_of(settings, target))
+        columns = settings.draft_vocab
+        ids = None if columns is None else jnp.arange(columns, dtype=jnp.int32)
+        weights = Weights(network.init(jax.random.key(0)), None, ids)
+        told = {"num_tokens": settings.num_tokens, "accuracies": [[0.5, 0.2]] * settings.num_tokens}
+        stored.save(folder / name, settings.kind, network.config, weights, **told)
+    table = rows(config, folder)
+    kept = tuple(row for row in table.drafters if row.drafter != "auto")
+    return table.model_copy(update={"drafters": kept})
 
 
 def _own(row: Row, config: Drafters) -> bool:
-    return row.drafter == "trained" and row.arguments["folder"] in config.methods
+    return row.drafter == "trained" and row.arguments.get("folder") in config.methods
 
 
 def rows(config: Drafters, folder: Path) -> Table:

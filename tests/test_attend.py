@@ -13,7 +13,7 @@ from zoo import Tiny, target
 
 import jspec
 from jspec import drafters, engine, sampling, verify
-from jspec.drafters import kinds, stored
+from jspec.drafters import stored
 from jspec.drafters.attend import expand
 from jspec.models.decoder import language_model
 from jspec.models.rotary import Rotary
@@ -194,7 +194,6 @@ def test_stored_features_are_refused():
         assert recipe_drafter.network_of(settings(kind), model()).runs_target
         with pytest.raises(ValueError, match=f"features: expected none for a drafter of kind '{kind}'"):
             recipe_drafter.network_of(settings(kind, features="float16"), model())
-        assert kinds.find(kind).defaults(model().lm.config) is not None
     for name in ("eagle", "glide", "assistant"):
         assert not NETWORKS[name].network(target(V)).runs_target
 

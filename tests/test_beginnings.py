@@ -10,6 +10,7 @@ from zoo import Tiny, full_logits, target
 
 from jspec.drafters import kinds, nets
 from jspec.drafters.nets import Text, Weights
+from jspec.testing import tiny_decoder
 from training import drafter, init
 
 V, WIDTH = 11, 12
@@ -97,3 +98,18 @@ def test_a_configuration_says_so_once():
         drafter.Drafter(kind="eagle3", layers=(1,), init="x", training=loop)
     with pytest.raises(ValueError, match=r"layers: expected none with model, got \[1\]"):
         drafter.Drafter(kind="masked", layers=(1,), model={"layers": [0]}, training=loop)
+
+
+def test_parts_that_the_network_lacks_are_told():
+    """Without them it would not begin as that layer."""
+    lm, params = tiny_decoder(seed=1, vocab_size=V, qkv_bias=True)
+    biased = kinds.find("eagle3").network(kinds.configure("eagle3", {"taps": (0, 1)}, lm.config))
+    assert biased.config.qkv_bias  # by default it is shaped as the target
+    net = biased.init(jax.random.key(0))
+    plain = kinds.configure("eagle3", {"taps": (0, 1), "qkv_bias": False}, lm.config)
+    without = kinds.find("eagle3").network(plain).init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"layers: .* got none with attention\.key\.bias"):
+        init.as_layers(without, lm.config, params, (1,))
+    begun = init.as_layers(net, lm.config, params, (1,))
+    bias = begun["stack"]["layers"][0]["attention"]["query"]["bias"]
+    np.testing.assert_array_equal(bias, params["layers"][1]["attention"]["query"]["bias"])

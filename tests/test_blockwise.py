@@ -51,7 +51,7 @@ def test_the_project_s_own(smoke):
     # Its distilled text is among the study's, so that nothing is written twice.
     assert COLUMNS["both"].source in [source.model_copy(update={"weight": 1.0}) for source in sources(base)]
     if not smoke:
-        assert loaded.block_sizes == (2, 4, 6, 8)
+        assert set(loaded.block_sizes) <= TABLE_1["both"].keys()  # the paper's stand beside them
 
 
 def sources(base):

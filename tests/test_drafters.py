@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -14,9 +15,10 @@ from experiments import config, drafters, study, table
 from experiments.drafters import Point, Trained
 from experiments.stages import Stages
 from jspec import drafters as methods
-from jspec import generate, testing, text
+from jspec import generate, models, testing, text
 from jspec.checkpoint import Model
 from jspec.drafters import kinds, nets
+from jspec.models.rotary import Rotary
 from training import metrics, recipe
 from training.data import Example
 
@@ -73,12 +75,24 @@ def test_the_project_s_own(name, smoke):
     """All methods learn from the same text and share one cache; no Spec-Bench row is trained on."""
     loaded = study.load(CONFIGS / f"{name}.yaml", smoke=smoke)
     recipes = list(loaded.recipes().values())
+    shared = ("sources", "data", "limits", "chat", "max_new_tokens", "features", "kept_taps")
+    smollm2 = models.DecoderConfig(
+        vocab_size=49152,
+        width=576,
+        mlp_width=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        context_length=8192,
+        rotary=Rotary((1.0,) * 32),
+    )
     for found in recipes:
-        assert (found.sources, found.data, found.limits) == (
-            recipes[0].sources,
-            recipes[0].data,
-            recipes[0].limits,
-        )
+        assert [getattr(found, key) for key in shared] == [getattr(recipes[0], key) for key in shared]
+        settings = found.network | ({} if found.model is None else {"lm": dataclasses.asdict(smollm2)})
+        sizes = {"head": found.head, "draft_vocab": found.draft_vocab}
+        network = kinds.find(found.kind).network(kinds.configure(found.kind, settings, smollm2, **sizes))
+        assert {*network.taps} <= {*(network.taps if found.kept_taps is None else found.kept_taps)}
         assert "spec_bench" not in found.data.model_dump_json()
 
 
@@ -134,11 +148,38 @@ def test_methods_are_trained_once_and_written_about(tmp_path, monkeypatch):
     own, other = drafters.rows(settings, tmp_path).drafters
     assert own.arguments == {"folder": str(tmp_path / "taps"), "num_tokens": 1}
     assert other.arguments == {"folder": "smollm2-135m"}
-    assert [row.name for row in drafters.untrained(settings).drafters] == ["other"]
     built = table.build(own, target())
     prompt = [[4, 2, 5]]
     expected = generate(target(), prompt, max_new_tokens=8).tokens
     assert generate(target(), prompt, max_new_tokens=8, drafter=built.drafter).tokens == expected
+
+
+def test_what_a_row_asks_of_its_network_is_found_before_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "given", lambda *named: target())
+    early = drafters.rehearsed(config.Drafters.model_validate(content()), tmp_path)
+    own, other = early.drafters
+    assert table.build(own, target()).drafter.method.depth == 1
+    assert other.arguments == {"folder": "smollm2-135m"}
+    wrong = {"name": "own", "drafter": "trained", "arguments": {"folder": "taps", "steps": 2}}
+    early = drafters.rehearsed(config.Drafters.model_validate(content(table={"drafters": [wrong]})), tmp_path)
+    with pytest.raises(ValueError, match="drafters: 'own': steps: expected one of num_tokens, sample"):
+        table.build(early.drafters[0], target())
+    beyond = config.Drafters.model_validate(content(methods={"hidden": {"network": {"taps": [9]}}}))
+    with pytest.raises(ValueError, match=r"network: expected taps in 0 \.\. 2 .* got \(9,\)"):
+        drafters.rehearsed(beyond, tmp_path)
+
+
+def test_a_method_that_is_trained_anew_has_a_time_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "given", lambda *named: target())
+    monkeypatch.setattr(recipe, "read", lambda data, folder: recipe.Corpus(EXAMPLES, EXAMPLES))
+    settings = config.Drafters.model_validate(content())
+    console = rich.console.Console(width=160, record=True)
+    stages = Stages(tmp_path, console)
+    drafters.train(settings, tmp_path, tmp_path, stages, console)
+    stages.times["taps"]["seconds"] = 1e6
+    shutil.rmtree(tmp_path / "taps")
+    assert drafters.train(settings, tmp_path, tmp_path, stages, console)["taps"].seconds < 1e5
+    assert stages.times["taps"]["attempts"] == 1
 
 
 def test_ten_times_the_text_is_read_off_the_end_of_the_curve():

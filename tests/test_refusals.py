@@ -11,6 +11,8 @@ from jspec import Model, drafters, trees
 from jspec.drafters import kinds
 from jspec.drafters.nets import Weights
 from jspec.drafters.stored import Stored, drafter
+from jspec.testing import tiny_decoder
+from jspec.text import named_drafter
 
 V = 11
 
@@ -19,6 +21,11 @@ def eagle3(**settings):
     """A stored network's drafter."""
     network = kinds.find("eagle3").network(kinds.configure("eagle3", {}, target(V).lm.config))
     return drafter(Stored("eagle3", network, Weights(network.init(jax.random.key(0))), None), **settings)
+
+
+def glide(**settings):
+    network = kinds.find("glide").network(kinds.configure("glide", {}, target(V).lm.config))
+    return drafter(Stored("glide", network, Weights(network.init(jax.random.key(0))), 3), **settings)
 
 
 RULE = r"proceed: expected confidence\(threshold\), entropy_bound\(threshold\) or None, got "
@@ -40,6 +47,7 @@ ARM = "expected a drafter of jspec.drafters, got "
             lambda: eagle3(num_token=3),
             "num_token: expected one of num_tokens, .* for a drafter of kind 'eagle3'",
         ),
+        (lambda: glide(expansion={"num_nodes": 9}), "expansion: expected an Expansion or None, got "),
         (lambda: drafters.confidence(2), "threshold: expected a number from 0 to 1, got 2"),
         (lambda: drafters.confidence("x"), "threshold: expected a number from 0 to 1, got 'x'"),
         (lambda: drafters.entropy_bound(0.4, scale=-1), "scale: expected a number from 0 to inf, got -1"),
@@ -66,3 +74,55 @@ def test_a_drafter_that_is_nowhere(monkeypatch):
 
 def test_accuracies_may_be_lists():
     assert trees.grow([[0.6, 0.3], [0.5, 0.1]], 4).parents == (-1, 0, 0, 1)
+
+
+def test_lists_where_tuples_are_meant():
+    """They make the same network."""
+    c = target(V).lm.config
+    sizes = {"width": c.width, "vocab_size": V, "head_dim": 8, "num_heads": 4, "num_kv_heads": 2}
+    made = [drafters.Eagle3Config(taps=taps, mlp_width=16, **sizes) for taps in ((0, 1), [0, 1])]
+    assert made[0] == made[1]
+    assert drafters.eagle_network(made[0]) is drafters.eagle_network(made[1])
+    assert drafters.block_config(c, taps=[1, 2]) == drafters.block_config(c, taps=(1, 2))
+    assert drafters.attend_config(c, layers=[1]) == drafters.attend_config(c, layers=(1,))
+    network, weights = drafters.attend_network(drafters.attend_config(c)), glide().params.weights
+    wide = [
+        drafters.attend(network, weights, 2, expansion=drafters.Expansion(bins, 6))
+        for bins in ((2, 1), [2, 1])
+    ]
+    assert wide[0].method is wide[1].method
+
+
+def stored_block(**sizes):
+    config = drafters.block_config(target(V).lm.config, "causal", **sizes)
+    network = drafters.block_network(config)
+    return Stored("causal_block", network, Weights(network.init(jax.random.key(0))), 3)
+
+
+def test_a_block_for_another_target():
+    made = drafter(stored_block())
+    other = tiny_decoder(vocab_size=V + 1)[0]
+    with pytest.raises(ValueError, match="target: expected vocab_size = 11 as the network has, got 12"):
+        made.method.init(made.params, target(V).prompt([[1]]), 8, other)
+
+
+def test_a_stored_block_drafts_trees_too():
+    tree = drafter(stored_block(), num_nodes=5)
+    assert (tree.method.width, tree.method.depth, tree.method.draws) == (5, 3, "chosen")
+    assert drafter(stored_block(), 2, num_nodes=5).method.depth == 2
+    with pytest.raises(
+        ValueError, match="sample: expected one of num_tokens, num_nodes, branching, beam for"
+    ):
+        drafter(stored_block(), num_nodes=5, sample=False)
+
+
+def test_a_folder_comes_before_what_the_package_has(tmp_path, monkeypatch):
+    model = Model(*target(V)[:2], name="tiny")
+    for folder, depth in ((tmp_path / "package" / "tiny", 2), (tmp_path / "here" / "tiny", 3)):
+        block = stored_block()
+        drafters.save(folder, block.kind, block.network, block.weights, num_tokens=depth)
+    monkeypatch.setattr(drafters.files, "SHIPPED", tmp_path / "package")
+    assert drafters.load("tiny", model).method.depth == 2
+    monkeypatch.chdir(tmp_path / "here")
+    assert drafters.load("tiny", model).method.depth == 3
+    assert named_drafter("trained", model).method.depth == 2

@@ -97,7 +97,7 @@ class DraftLoss(Strict):
     def static(self) -> Objective:
         """The loss as a hashable function."""
         terms = tuple((t.loss, losses.named(t.loss, **t.arguments), t.weight) for t in self.terms)
-        etas = tuple(t.arguments.get("eta", 3.0) for t in self.terms)
+        etas = tuple(loss.keywords.get("eta") for _, loss, _ in terms)
         return Objective(terms, etas, self.weighting, self.regression, self.confidence)
 
 

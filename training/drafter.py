@@ -40,7 +40,8 @@ class Drafter(Strict):
     """A target, a draft network, its head, text, a loss, and a loop.
 
     ``network`` holds settings of the kind's config (`jspec.drafters.kinds`). ``head`` is the target's, rows
-    of it (frozen), or the network's own (trained, from these rows on); with ``draft_vocab`` its columns are
+    of it (frozen), or the network's own (trained, from these rows on where the target's head is a kernel and
+    reads the same width, which the assistant's does not); with ``draft_vocab`` its columns are
     the so many most frequent tokens of the training answers. ``layers`` are those of the target as which the
     network's layers begin (`training.init.as_layers`); None: at random. ``init`` names a stored drafter to go
     on from.
@@ -216,6 +217,8 @@ def run(
     model = model_of(config, target)
     network = network_of(config, target, model)
     before = None if config.init is None else stored.load(config.init, target)
+    if before is not None and before.network.config != network.config:
+        raise ValueError(f"init: expected a drafter with {network.config}, got {before.network.config}")
     inputs = {
         **recipe.origin("drafter", corpus),
         "target": recipe.model_fingerprint(target.lm.config, target.params),
@@ -236,6 +239,9 @@ def run(
     if any(source.text == "references" for source in config.sources):  # what is written fits
         recipe.check_positions("train", examples, *(m for m in (target, model) if m is not None))
     parts = [text.chosen(source, examples, target, writing, console=console) for source in config.sources]
+    if model is not None:  # what the target writes fits into its own positions
+        for part in parts:
+            recipe.check_positions("train", part, model)
     begun = begin(config, target, network, parts, before, model)
     _tell(console, parts, begun)
 
@@ -245,7 +251,7 @@ def run(
     def shown(batches: Any, part: Sequence[Example]) -> Any:
         if config.features is None:
             return batches
-        kept = network.taps if config.kept_taps is None else config.kept_taps
+        kept = kept_taps(config, network)
         found = text.features(target, part, writing, config.features, taps=kept, console=console)
         summed = None
         if frozen["columns"] is not None:
@@ -332,7 +338,7 @@ def network_of(config: Drafter, target: Model, model: Model | None = None) -> Ne
             f"features: expected none for a drafter of kind {config.kind!r}, which runs the target in every "
             f"step, got {config.features}"
         )
-    kept = network.taps if config.kept_taps is None else config.kept_taps
+    kept = kept_taps(config, network)
     if not {*network.taps} <= {*kept} <= {*range(layers + 1)}:
         raise ValueError(
             f"kept_taps: expected layers in 0 .. {layers}, the network's {network.taps} among them, "
@@ -342,19 +348,36 @@ def network_of(config: Drafter, target: Model, model: Model | None = None) -> Ne
     return network
 
 
+def kept_taps(config: Drafter, network: Network) -> tuple[int, ...]:
+    """The layers whose inputs lie on the disk."""
+    return network.taps if config.kept_taps is None else config.kept_taps
+
+
 def _rehearse(config: Drafter, target: Model, network: Network) -> None:
     """Run the network on shapes alone: what it cannot do is told before any text is written.
 
     Raises:
-      ValueError: more tokens than it drafts, or a loss for which it has no output.
+      ValueError: more tokens than it drafts, a loss for which it has no output, layers that it cannot begin
+        as, or rows of a head that has none.
     """
+    if config.draft_vocab is not None and config.draft_vocab > target.vocab_size:
+        raise ValueError(
+            f"draft_vocab: expected at most {target.vocab_size} (the target's tokens), "
+            f"got {config.draft_vocab}"
+        )
     width, dtype = target.lm.config.width, nets.dtype_of(target.lm, target.params)
     run = network.teach if network.details is None else network.details
 
     def rehearsal(params: PyTree) -> Any:
-        net = models.cast(network.init(jax.random.key(0)), config.training.dtype)
-        head = jnp.zeros((width, config.draft_vocab), dtype) if config.head == "rows" else None
+        net = network.init(jax.random.key(0))
+        if config.layers is not None:
+            net = init.as_layers(net, target.lm.config, params, config.layers)
+        net = models.cast(net, config.training.dtype)
         ids = None if config.draft_vocab is None else jnp.arange(config.draft_vocab, dtype=jnp.int32)
+        head = None
+        if config.head == "rows":
+            assert ids is not None
+            head = nets.rows_of_head(target.lm, params, ids)
         tokens, length = jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4, jnp.int32)
         hidden = jnp.zeros((1, 4, width), dtype)
         source = (tokens, length) if target.decoder_start else (None, None)
@@ -409,14 +432,8 @@ def begin(
     before: Stored | None = None,
     model: Model | None = None,
 ) -> Beginning:
-    """Weights before the first step: random, those of ``before``, or of ``model`` (`model_of`).
-
-    Raises:
-      ValueError: ``before`` is another network.
-    """
+    """Weights before the first step: random, those of ``before``, or of ``model`` (`model_of`)."""
     if before is not None:
-        if before.network.config != network.config:
-            raise ValueError(f"init: expected a drafter with {network.config}, got {before.network.config}")
         net = models.cast(before.weights.net, "float32")
         return Beginning(network, before.weights._replace(net=net), _coverage(parts, before.weights.ids))
     ids, coverage = None, 1.0
@@ -431,9 +448,9 @@ def begin(
     elif config.head == "own":
         columns = np.arange(target.lm.config.vocab_size, dtype=np.int32) if ids is None else ids
         with contextlib.suppress(ValueError):  # the target's head is no kernel: its own stays random
-            rows = nets.rows_of_head(target.lm, target.params, jnp.asarray(columns))
-            head = jnp.broadcast_to(rows.astype(jnp.float32), net["head"].shape)
-            net = {**net, "head": head}
+            rows = nets.rows_of_head(target.lm, target.params, jnp.asarray(columns)).astype(jnp.float32)
+            if net["head"].shape[-2:] == rows.shape:  # not so: the assistant's, which reads another width
+                net = {**net, "head": jnp.broadcast_to(rows, net["head"].shape)}
     return Beginning(network, stored.headed(network.config, target, net, ids), coverage)
 
 

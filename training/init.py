@@ -67,6 +67,10 @@ def subset(
     return dataclasses.replace(config, **changes), copied
 
 
+#: Parts of a layer that a draft network may lack.
+LEFT_OUT = {"attention_norm", "cross", "cross_norm", "cross_post_norm"}
+
+
 def as_layers(net: PyTree, config: Config, params: Params, layers: Sequence[int]) -> PyTree:
     """A draft network whose layers begin as these of its target, and its last norm as the target's.
 
@@ -74,11 +78,12 @@ def as_layers(net: PyTree, config: Config, params: Params, layers: Sequence[int]
     the hidden state: a matrix onto the width from several vectors side by side is the identity for the last
     of them and 0 for the others, and so are the halves of an attention that reads pairs of an embedded token
     and a state (EAGLE-3). With L the highest tap and the layer that it begins as, such a network is the
-    target's layer L once more; from there it learns to look ahead. What has no counterpart stays as it is.
+    target's layer L once more; from there it learns to look ahead. What has no counterpart in the target
+    stays as it is; of the target's layers, cross-attention is left out, and EAGLE-1's norm.
 
     Raises:
       ValueError: a network without layers or with another number of them, a layer that the target lacks, or
-        layers of other sizes.
+        layers of other sizes or parts.
     """
     stack = net.get("stack", net)
     if "layers" not in stack:
@@ -108,7 +113,13 @@ def _as(own: PyTree, other: PyTree, width: int, path: str = "") -> PyTree:
                 f"and the target's {other.shape}"
             )
         return other
-    shared = own.keys() & (other.keys() if isinstance(other, dict) else ())
+    others = other.keys() if isinstance(other, dict) else set()
+    shared = own.keys() & others
+    if missing := sorted(others - shared - LEFT_OUT):
+        name = f"{path}.{missing[0]}".strip(".")
+        raise ValueError(
+            f"layers: expected a network whose layers have the parts of the target's, got none with {name}"
+        )
     return own | {name: _as(own[name], other[name], width, f"{path}.{name}".strip(".")) for name in shared}
 
 

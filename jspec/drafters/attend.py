@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jspec.checks import at_least
+from jspec.checks import at_least, instance
 from jspec.drafters import nets
 from jspec.drafters.attend_config import AssistantConfig, AttendConfig, GlideConfig, attend_config
 from jspec.drafters.attend_nets import Assistant, Glide
@@ -260,6 +260,8 @@ def attend(
     at_least(1, num_tokens=num_tokens)
     nets.check_weights(config, weights)
     if expansion is not None:
+        instance(Expansion, "an Expansion or None", expansion=expansion)
+        expansion = expansion._replace(bins=tuple(expansion.bins))
         expansion.check(num_tokens, config.columns)
         if proceed is not None:
             raise ValueError("proceed: expected None with an expansion, got a stopping rule")

@@ -27,6 +27,7 @@ class AttendConfig(NetConfig, abc.ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "layers", tuple(self.layers))
         self.at_least_one(("target_heads", "target_head_dim", "mlp_width"))
         if not self.layers or min(self.layers) < 0:
             raise ValueError(f"layers: expected layers of the target, from 0 on, got {self.layers}")

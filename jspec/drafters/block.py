@@ -74,6 +74,7 @@ def _read(
 
 def _init(config: BlockConfig):
     def init(params: BlockParams, prompt: Prompt, capacity: int, target: LanguageModel) -> kv.Cache:
+        config.check_target(target.config)
         batch, c = prompt.lengths.shape[0], config
         dtype = block_net(c, params.weights.net).dtype
         cached = cache_dtype(dtype) or dtype
@@ -256,7 +257,8 @@ def block(
         on x_k.
     Raises:
       ValueError: numbers < 1; several ``steps`` for drawn drafts; ``survival`` without a confidence head;
-        another family's network, or a head that is not the config's.
+        another family's network, or a head that is not the config's; at the first prompt, a target of another
+        width or vocabulary.
     """
     config = _checked(network, weights, num_tokens=num_tokens, steps=steps)
     if sample and steps > 1:
@@ -292,7 +294,8 @@ def block_tree(
         Markov head, which computes logits for each, at most 8.
     Raises:
       ValueError: fewer than 2 nodes, or more than ``num_tokens``, ``branching`` and ``beam`` offer; other
-        numbers < 1; another family's network, or a head that is not the config's.
+        numbers < 1; another family's network, or a head that is not the config's; at the first prompt, a
+        target of another width or vocabulary.
     """
     config = _checked(network, weights, num_tokens=num_tokens, branching=branching)
     if beam is None:

@@ -51,6 +51,7 @@ class BlockConfig(NetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "taps", tuple(self.taps))
         self.at_least_one(("num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width"))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from jspec import trees
 from jspec.drafters import files
+from jspec.drafters.attend import Expansion
 from jspec.drafters.autoregressive import confidence, entropy_bound
 from jspec.drafters.beam import TreeSettings
 from jspec.drafters.router import router as route
@@ -42,8 +43,8 @@ def trained(
     model: Any, folder: str | None = None, *, router: dict[str, Any] | None = None, **settings: Any
 ) -> Drafter:
     """What `drafters.load` finds. In ``settings``, which go to it, a ``tree`` is given by its
-    `drafters.TreeSettings`, a ``template`` by the rank paths of its nodes, and ``proceed`` by its rule and
-    threshold, ``{"confidence": 0.5}``.
+    `drafters.TreeSettings`, a ``template`` by the rank paths of its nodes, an ``expansion`` by its
+    `drafters.Expansion`, and ``proceed`` by its rule and threshold, ``{"confidence": 0.5}``.
 
     Args:
       model: the target.
@@ -60,11 +61,20 @@ def trained(
     if "tree" in settings:
         settings["tree"] = called("tree", TreeSettings, settings["tree"])
     if "template" in settings:
-        settings["template"] = trees.template(tuple(tuple(path) for path in settings["template"]))
+        settings["template"] = _template(settings["template"])
+    if "expansion" in settings:
+        settings["expansion"] = called("expansion", Expansion, settings["expansion"])
     if "proceed" in settings:
         settings["proceed"] = _proceed(settings["proceed"])
-    found = files.load(model.name if folder is None else folder, model, **settings)
+    found = files.load(files.SHIPPED / model.name if folder is None else folder, model, **settings)
     return found if router is None else route(called("router", suffix, router), found)
+
+
+def _template(given: Any) -> trees.Template:
+    """The tree of these rank paths."""
+    if not isinstance(given, list | tuple) or not all(isinstance(path, list | tuple) for path in given):
+        raise ValueError(f"template: expected rank paths of nodes, as in [[0], [1], [0, 0]], got {given!r}")
+    return trees.template(tuple(tuple(path) for path in given))
 
 
 def _proceed(given: Any) -> Any:

@@ -41,6 +41,7 @@ class Eagle3Config(RecurrentConfig):
     normed_residual: bool = False  # the residual is norm f
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", tuple(self.taps))
         if not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0:
             raise ValueError(f"taps: expected increasing layers of the target, got {self.taps}")
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ def save(
     weights: Weights,
     *,
     num_tokens: int | None = None,
+    accuracies: Sequence[Sequence[float]] | None = None,
     dtype: DTypeLike | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> None:
@@ -39,6 +40,8 @@ def save(
     Args:
       kind: its name in `jspec.drafters.kinds.KINDS`.
       num_tokens: the length of draft that `load` proposes; None: the method's own.
+      accuracies: [K, R], how often the r-th choice at depth k is the target's first (`stored.Stored` has
+        those that training saw); static trees are grown from them.
       dtype: of the stored parameters, norms excepted (float32): bfloat16 or float32; None: as they are.
       about: where it comes from (``target``, data, the command that made it), for people; ``target`` is what
         `load` loads if it is given no target.
@@ -51,7 +54,7 @@ def save(
         raise ValueError(f"kind: expected that of a {type(config).__name__}, got {kind!r} ({found.__name__})")
     if dtype is not None:
         weights = weights._replace(net=cast(weights.net, dtype))
-    stored.save(folder, kind, config, weights, num_tokens=num_tokens, about=about)
+    stored.save(folder, kind, config, weights, num_tokens=num_tokens, accuracies=accuracies, about=about)
 
 
 def load(
@@ -68,14 +71,15 @@ def load(
       folder_or_name: a folder that `save` or ``python -m training`` wrote, a folder or a Hub id of a public
         checkpoint (`jspec.io.heads.LAYOUTS`: EAGLE, EAGLE-3, Medusa, Hydra, DFlash, DSpark, PARD, by their
         authors, SpecForge or vllm-project/speculators), or the name of a target whose drafter comes with the
-        package.
+        package (a folder of that name comes first).
       model: the target, as `jspec.load` returns it; None: the one that the drafter says it was made for.
       dtype: of the weights; None: the target's. Norms are float32.
       rope_theta: the base of a public drafter's rotary positions, where it is right that it differs from the
         target's.
       settings: of the drafting method (``num_tokens``, ``sample``, ``proceed``, ``tree``, ...), instead of
-        what the checkpoint proposes. ``num_nodes`` of heads that were trained here: the best static tree of
-        so many nodes by the accuracies that their training saw.
+        what the checkpoint proposes. ``num_nodes`` of a drafter that was trained here: a tree of so many
+        nodes, a block's likeliest ones, or the heads' best static one by the accuracies that their training
+        saw.
     Raises:
       FileNotFoundError: nothing there.
       ValueError: a broken checkpoint, or one for another target: missing, left-over or misshapen tensors,
@@ -85,17 +89,16 @@ def load(
     raw = hf.read_json(folder / stored.CONFIG)
     model = _target(folder, raw) if model is None else model
     wanted: DTypeLike = jax.tree.leaves(model.params)[0].dtype if dtype is None else dtype
-    shaped = {"tree", "template", "num_nodes"} & settings.keys()  # these have a depth of their own
     if _is_ours(raw):
         found = stored.load(folder, model)
         check_target(str(folder), found.network, model)
         weights = found.weights._replace(net=cast(found.weights.net, wanted))
-        length = None if shaped else found.num_tokens
-        return stored.drafter(found._replace(weights=weights, num_tokens=length), **settings)
+        return stored.drafter(found._replace(weights=weights), **settings)
     checkpoint = heads.read(folder, model, dtype=wanted, rope_theta=rope_theta)
-    layout = checkpoint.layout
-    proposed = {} if shaped else layout.settings(checkpoint.raw)
-    return layout.drafter(checkpoint.network, checkpoint.weights, **(proposed | settings))
+    layout, proposed = checkpoint.layout, checkpoint.layout.settings(checkpoint.raw)
+    return stored.method(
+        layout.name, layout.drafter, checkpoint.network, checkpoint.weights, proposed, settings
+    )
 
 
 def is_shipped(name: str) -> bool:
@@ -105,8 +108,8 @@ def is_shipped(name: str) -> bool:
 
 
 def _find(folder_or_name: str | Path) -> Path:
-    """The folder. What comes with the package goes by its target's name."""
-    if is_shipped(str(folder_or_name)):
+    """The folder. What comes with the package goes by its target's name, where there is no such folder."""
+    if not Path(folder_or_name).is_dir() and is_shipped(str(folder_or_name)):
         return SHIPPED / str(folder_or_name)
     return hf.find_folder(folder_or_name, files=TORCH, name="folder_or_name")
 

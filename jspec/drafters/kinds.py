@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pydantic
 
 from jspec.drafters.attend import AssistantConfig, GlideConfig, attend, attend_config, attend_network
-from jspec.drafters.block import block
+from jspec.drafters.block import block, block_tree
 from jspec.drafters.block_network import BlockConfig, block_config, block_network
 from jspec.drafters.eagle import Eagle3Config, EagleConfig, eagle, eagle3_taps, eagle_network
 from jspec.drafters.head_nets import HeadsConfig, heads_network
@@ -32,14 +32,16 @@ class Kind(NamedTuple):
     """A family of draft networks.
 
     ``config`` is its frozen dataclass, ``network(config) -> Network`` its cached factory and
-    ``drafter(network, weights, num_tokens=..., **options) -> Drafter`` the method that it is served by unless
-    one says otherwise. ``defaults(target's config)`` are settings that follow from the target (head sizes,
-    rope, which layers are tapped) where the user says nothing.
+    ``drafter(network, weights, num_tokens=..., **options) -> Drafter`` the method that it is served by;
+    ``tree``, where there is one, drafts trees in its stead where ``num_nodes`` is given. ``defaults(target's
+    config)`` are settings that follow from the target (head sizes, rope, which layers are tapped) where the
+    user says nothing.
     """
 
     config: type[Any]
     network: Callable[[Any], Network]
     drafter: Callable[..., Drafter]
+    tree: Callable[..., Drafter] | None = None
     defaults: Callable[[Any], dict[str, Any]] = _nothing
 
 
@@ -47,6 +49,7 @@ def _layer(target: Any) -> dict[str, Any]:
     """A layer shaped as the target's."""
     kv_heads = getattr(target, "num_kv_heads", target.num_heads)
     sizes = {"head_dim": target.head_dim, "num_heads": target.num_heads, "num_kv_heads": kv_heads}
+    sizes |= {name: getattr(target, name, False) for name in ("qkv_bias", "qk_norm")}
     return sizes | {"mlp_width": target.mlp_width} | rope_of(target)
 
 
@@ -55,19 +58,23 @@ def _eagle3(target: Any) -> dict[str, Any]:
 
 
 def _heads(name: str) -> Kind:
-    return Kind(HeadsConfig, heads_network, heads, lambda target: {"kind": name})
+    return Kind(HeadsConfig, heads_network, heads, defaults=lambda target: {"kind": name})
 
 
 def _block(name: Any) -> Kind:
     def defaults(target: Any) -> dict[str, Any]:
         return dataclasses.asdict(block_config(target, name))
 
-    return Kind(BlockConfig, block_network, block, defaults)
+    return Kind(BlockConfig, block_network, block, block_tree, defaults)
 
 
 def _attend(name: Any) -> Kind:
     config = GlideConfig if name == "glide" else AssistantConfig
-    return Kind(config, attend_network, attend, lambda c: dataclasses.asdict(attend_config(c, name)))
+
+    def defaults(target: Any) -> dict[str, Any]:
+        return dataclasses.asdict(attend_config(target, name))
+
+    return Kind(config, attend_network, attend, defaults=defaults)
 
 
 def _bita(target: Any) -> dict[str, Any]:
@@ -78,10 +85,10 @@ KINDS: dict[str, Kind] = {
     "blockwise": _heads("blockwise"),
     "medusa": _heads("medusa"),
     "hydra": _heads("hydra"),
-    "eagle": Kind(EagleConfig, eagle_network, eagle, _layer),
-    "eagle3": Kind(Eagle3Config, eagle_network, eagle, _eagle3),
-    "mtp": Kind(MtpConfig, mtp_network, mtp, _layer),
-    "mtp_heads": Kind(MtpHeadsConfig, mtp_network, mtp, _layer),
+    "eagle": Kind(EagleConfig, eagle_network, eagle, defaults=_layer),
+    "eagle3": Kind(Eagle3Config, eagle_network, eagle, defaults=_eagle3),
+    "mtp": Kind(MtpConfig, mtp_network, mtp, defaults=_layer),
+    "mtp_heads": Kind(MtpHeadsConfig, mtp_network, mtp, defaults=_layer),
     "dflash": _block("dflash"),
     "dspark": _block("dspark"),
     "causal_block": _block("causal"),
@@ -89,7 +96,7 @@ KINDS: dict[str, Kind] = {
     "glide": _attend("glide"),
     "assistant": _attend("assistant"),
     "pass": Kind(LookaheadConfig, lookahead_network, lookahead_tokens),
-    "bita": Kind(LookaheadConfig, lookahead_network, lookahead_tokens, _bita),
+    "bita": Kind(LookaheadConfig, lookahead_network, lookahead_tokens, defaults=_bita),
 }
 
 

@@ -158,7 +158,7 @@ class LookaheadState(NamedTuple):
     """What the head will read: hidden states of the look-ahead rows behind the last token before the root."""
 
     hidden: Float[Array, "B K E"]
-    ready: Bool[Array, " B"]  # whether there are any: not after a prompt, or another drafter's round
+    ready: Bool[Array, " B"]  # whether there are any: not after a prompt
 
 
 @functools.cache
@@ -210,7 +210,7 @@ def _method(config: LookaheadConfig, num_tokens: int, sample: bool) -> Method:
         forward: Forward,
     ) -> LookaheadState:
         batch = verdict.num_emitted.shape[0]
-        if draft.side is None:  # a prompt, or another drafter's round, in which no group ran
+        if draft.side is None:  # a prompt, in which no group ran
             return nets.keep_finished(state._replace(ready=jnp.zeros(batch, bool)), state, verdict)
         groups = forward.hidden[:, width:].reshape(batch, width, size, -1)[:, :, prompts:]
         last = jnp.maximum(verdict.num_emitted - 1, 0)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -46,7 +45,6 @@ def save(
     *,
     num_tokens: int | None = None,
     accuracies: Sequence[Sequence[float]] | None = None,
-    dtype: DTypeLike | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a draft network. Rows of the target's head are not stored: `load` gathers them again.
@@ -54,7 +52,6 @@ def save(
     The config comes last, so that a folder that has one is whole.
 
     Args:
-      dtype: of the stored parameters; None: as they are.
       about: where it comes from, for people: its target, data, the command that made it.
     Raises:
       OSError: it cannot be written.
@@ -62,10 +59,7 @@ def save(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     leaves, _ = jax.tree_util.tree_flatten_with_path(weights.net)
-    tensors = {
-        f"net.{dotted(path)}": np.asarray(leaf if dtype is None else leaf.astype(dtype))
-        for path, leaf in leaves
-    }
+    tensors = {f"net.{dotted(path)}": np.asarray(leaf) for path, leaf in leaves}
     if weights.ids is not None:
         tensors["ids"] = np.asarray(weights.ids, np.int32)
     unfinished = folder / f".{TENSORS}.tmp"
@@ -159,27 +153,45 @@ def drafter(
 ) -> Drafter:
     """The drafting method of a stored network; ``options`` as for its kind's factory.
 
-    ``num_nodes``: draft the static tree of so many nodes, root included, that the accuracies seen in training
-    make the best (`trees.grow`).
+    ``num_nodes``: draft a tree of so many nodes, root included: a block's likeliest ones, or the static tree
+    that the accuracies seen in training make the best (`trees.grow`).
 
     Raises:
-      ValueError: a kind that drafts no static trees, accuracies that were not stored, or a wrong option.
+      ValueError: a kind that drafts no such trees, accuracies that were not stored, or a wrong option.
     """
-    factory = kinds.find(stored.kind).drafter
-    if num_nodes is not None:
+    kind = kinds.find(stored.kind)
+    factory = kind.drafter
+    if num_nodes is not None and kind.tree is not None:
+        factory, options["num_nodes"] = kind.tree, num_nodes
+    elif num_nodes is not None:
         if "template" not in inspect.signature(factory).parameters:
             raise ValueError(f"num_nodes: expected none for {stored.kind!r}, which drafts no static trees")
         if stored.accuracies is None:
             raise ValueError("num_nodes: expected none, for no accuracies are stored; give a template")
         options["template"] = trees.grow(np.asarray(stored.accuracies), num_nodes)
-    elif num_tokens is None:
-        num_tokens = stored.num_tokens
     if num_tokens is not None:
         options["num_tokens"] = num_tokens
+    proposed = {} if stored.num_tokens is None else {"num_tokens": stored.num_tokens}
+    return method(stored.kind, factory, stored.network, stored.weights, proposed, options)
+
+
+def method(
+    name: str,
+    factory: Callable[..., Drafter],
+    network: Network,
+    weights: Weights,
+    proposed: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Drafter:
+    """What a factory makes of ``options``, and of those that a checkpoint proposes where these say nothing; a
+    tree or a template has a depth of its own.
+
+    Raises:
+      ValueError: an option that the factory does not have, or a wrong one.
+    """
     _, _, *known = inspect.signature(factory).parameters  # behind network and weights
     for option in options:
         if option not in known:
-            raise ValueError(
-                f"{option}: expected one of {', '.join(known)} for a drafter of kind {stored.kind!r}"
-            )
-    return factory(stored.network, stored.weights, **options)
+            raise ValueError(f"{option}: expected one of {', '.join(known)} for a drafter of kind {name!r}")
+    shaped = {"tree", "template"} & options.keys()
+    return factory(network, weights, **{**({} if shaped else proposed), **options})

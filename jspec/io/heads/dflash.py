@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.drafters.block import block
-from jspec.drafters.block_network import BlockConfig, block_network
+from jspec.drafters.block_network import BlockConfig, block_network, block_width
 from jspec.drafters.model import HasModel
 from jspec.io.heads.layout import Layout, Lent, Raw, Shapes, Table, strip
 from jspec.io.heads.transformer import (
@@ -187,10 +187,6 @@ def _layers_raw(c: BlockConfig, model: HasModel) -> dict[str, Any]:
     }
 
 
-def _block_size(c: BlockConfig, num_tokens: int) -> int:
-    return num_tokens if c.anchor_predicts else num_tokens + 1
-
-
 def _raw(c: BlockConfig, model: HasModel, num_tokens: int) -> dict[str, Any]:
     """As SpecForge writes it; what DeepSpec looks for at the top stands there, too."""
     outputs = [tap - 1 for tap in c.taps]
@@ -200,7 +196,7 @@ def _raw(c: BlockConfig, model: HasModel, num_tokens: int) -> dict[str, Any]:
         "architectures": [name],
         **_layers_raw(c, model),
         "num_target_layers": model.lm.config.num_layers,
-        "block_size": _block_size(c, num_tokens),
+        "block_size": block_width(c, num_tokens),
         **({} if c.draft_vocab is None else {"draft_vocab_size": c.draft_vocab}),
         **told,
         "dflash_config": {**told, "projector_type": "dspark" if c.anchor_predicts else "dflash"},
@@ -313,7 +309,7 @@ def _their_raw(c: BlockConfig, model: HasModel, num_tokens: int) -> dict[str, An
         **speculators_raw(kind, name, model, num_tokens),
         "transformer_layer_config": _layers_raw(c, model),
         "draft_vocab_size": c.columns,
-        "block_size": _block_size(c, num_tokens),
+        "block_size": block_width(c, num_tokens),
         "aux_hidden_state_layer_ids": list(c.taps),
         "sample_from_anchor": c.anchor_predicts,
         "sliding_window_non_causal": c.window is not None and not c.causal,

@@ -80,19 +80,22 @@ def _router(first: Method, second: Method, min_tokens: int) -> Method:
         # A row that has its draft is a finished one to the other arm, whoever stands beside it.
         left = context._replace(budget=jnp.where(takes_first, 0, context.budget))
 
-        def other(inner: PyTree) -> tuple[Draft, PyTree]:
-            found, inner = second.propose(params[1], inner, left, sampling.fold(keys, 1))
-            return _widened(found, width), inner
-
-        def nothing(inner: PyTree) -> tuple[Draft, PyTree]:
-            shapes = jax.eval_shape(other, inner)[0]
-            empty: Draft = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            tokens = empty.tokens.at[:, 0].set(root(context))
-            parents = trees.chain_parents(*tokens.shape)
-            return empty._replace(tokens=tokens, parents=parents, valid=empty.valid.at[:, 0].set(True)), inner
+        def ask(carry: tuple[Draft, PyTree, Array]) -> tuple[Draft, PyTree, Array]:
+            found, inner = second.propose(params[1], carry[1], left, sampling.fold(keys, 1))
+            return _widened(found, width), inner, jnp.bool_(False)
 
         needed = (left.budget > 0).any()
-        drafted, second_state = jax.lax.cond(needed, other, nothing, state.second)
+        shapes = jax.eval_shape(ask, (None, state.second, needed))[0]
+        nothing: Draft = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        nothing = nothing._replace(
+            tokens=nothing.tokens.at[:, 0].set(root(context)),
+            parents=trees.chain_parents(*nothing.tokens.shape),
+            valid=nothing.valid.at[:, 0].set(True),
+        )
+        # A loop of one step or none: a conditional would copy a cache that the second arm writes.
+        drafted, second_state, _ = jax.lax.while_loop(
+            lambda carry: carry[2], ask, (nothing, state.second, needed)
+        )
         return _choose(takes_first, _widened(draft, width), drafted), RouterState(first_state, second_state)
 
     def update(

@@ -31,11 +31,12 @@ def test_the_project_s_own_studies(name, smoke):
 
 
 #: Those with results (docs/results) of the settings that they have now.
-RUN = {"demo_smollm2", "specbench12", "specbench40", "drafters_smollm2"}
+RUN = {"demo_smollm2", "specbench12", "specbench40"}
 RUN |= {"drafter_eagle3_smollm2", "shipped_smollm2"}
 RUN |= {
     "t5_en_de_cpu",
     "t5_losses_cpu",
+    "t5_blockwise_cpu",
     "finetune_en_de",
     "distill_en_de",
 }  # the latter two are parts of the first

@@ -243,6 +243,28 @@ def test_text_that_the_base_writes(tmp_path):
     assert drafted.tokens == plain.tokens
 
 
+def test_heads_to_go_on_from(tmp_path, monkeypatch):
+    class Begun(Exception):
+        pass
+
+    def begin(params, *_, **__):
+        raise Begun(params)
+
+    monkeypatch.setattr(text, "answered", canned)
+    monkeypatch.setattr(blockwise, "fit", begin)
+    network = blockwise.network_of(settings(), target())
+    heads = shaken(stored.Weights(network.init(jax.random.key(5))), seed=2)
+    stored.save(tmp_path / "heads", "blockwise", network.config, heads, num_tokens=K - 1)
+    config = settings(init=str(tmp_path / "heads"))
+    with pytest.raises(Begun) as begun:
+        blockwise.run(config, CORPUS, tmp_path / "run", target=target())
+    (params,) = begun.value.args
+    jax.tree.map(np.testing.assert_array_equal, params, {"base": target().params, "heads": heads.net})
+    config = settings(init=str(tmp_path / "heads"), block_size=K + 1)
+    with pytest.raises(ValueError, match=r"init: expected a drafter with HeadsConfig\(.*num_heads=3"):
+        blockwise.run(config, CORPUS, tmp_path / "other", target=target())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -25,7 +25,7 @@ from jspec.drafters.stored import Stored
 from jspec.io import orbax
 from jspec.models.layers import Dropout
 from jspec.types import LanguageModel, PyTree
-from training import acceptance, forward, losses, recipe, text
+from training import acceptance, forward, init, losses, recipe, text
 from training.checkpoint import Checkpoints
 from training.config import Batching, Count, Strict, Training
 from training.data import Example, Limits
@@ -45,7 +45,8 @@ class Blockwise(Strict):
     one reads, through the same projection onto the vocabulary (`jspec.drafters.HeadsConfig`, kind
     ``blockwise``). Head p_i learns the i-th token ahead, the base with all of them. At every step the loss of
     one head is taken, drawn uniformly as a function of seed and step: an unbiased estimate of the mean of all
-    k in the time and memory of one.
+    k in the time and memory of one. ``init`` names stored heads to go on from, such as those that learned
+    beside the base as it is (`training.drafter`).
 
     Evaluations are on validation answers (``validation_loss``, ``accuracy``: of the base) and on what the
     base wrote greedily before the first step (``accepted_i``, ``tau_0``: `training.teaching.simulate`).
@@ -54,6 +55,7 @@ class Blockwise(Strict):
     target: str | None = None  # the base before the first step, for the command line
     block_size: Annotated[int, pydantic.Field(ge=2)]  # k
     mlp_width: Count | None = None  # units of the hidden layer for each of k - 1 heads; None: 4 E
+    init: str | None = None
     sources: Annotated[tuple[text.Source, ...], pydantic.Field(min_length=1)] = (
         text.Source(text="references"),
     )
@@ -148,11 +150,14 @@ def run(
     target = recipe.given("target", target, config.target, "float32")
     target = dataclasses.replace(target, params=models.cast(target.params, "float32"))
     network = network_of(config, target)
+    before = init.stored_network(config.init, target, network)
     inputs = {
         **recipe.origin("blockwise", corpus),
         "target": recipe.model_fingerprint(target.lm.config, target.params),
         "speech": recipe.speech_fingerprint(target),
     }
+    if before is not None:
+        inputs["init"] = recipe.model_fingerprint(before.network.config, before.weights.net)
     if recipe.open_folder(output, config, inputs) and (output / stored.CONFIG).is_file():
         base = load(output / BASE)
         return Trained(base, stored.load(output, base))
@@ -176,11 +181,9 @@ def run(
         console=console,
     )
     written = text.answered(target, validation, writing, 0.0, EVALUATION_SEED, console=console)
+    heads = network.init(jax.random.key(settings.seed)) if before is None else before.weights.net
     params = fit(
-        {
-            "base": target.params,
-            "heads": models.cast(network.init(jax.random.key(settings.seed)), "float32"),
-        },
+        {"base": target.params, "heads": models.cast(heads, "float32")},
         OneHead(target.lm, network.config, target.vocab_size, settings.dropout, target.banned),
         texts.batch,
         settings,

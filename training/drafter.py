@@ -216,9 +216,7 @@ def run(
     target = recipe.given("target", target, config.target, settings.dtype)
     model = model_of(config, target)
     network = network_of(config, target, model)
-    before = None if config.init is None else stored.load(config.init, target)
-    if before is not None and before.network.config != network.config:
-        raise ValueError(f"init: expected a drafter with {network.config}, got {before.network.config}")
+    before = init.stored_network(config.init, target, network)
     inputs = {
         **recipe.origin("drafter", corpus),
         "target": recipe.model_fingerprint(target.lm.config, target.params),

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jspec import models
+from jspec.checkpoint import Model
+from jspec.drafters import stored
+from jspec.drafters.nets import Network
 from jspec.models import Config, Seq2SeqConfig
 from jspec.models.decoder import Params
 from jspec.types import PyTree
@@ -65,6 +68,21 @@ def subset(
             changes["windows"] = tuple(config.windows[layer] for layer in layers)
     copied = jax.tree.map(lambda x: jnp.array(x, jnp.float32), chosen)
     return dataclasses.replace(config, **changes), copied
+
+
+def stored_network(folder: str | None, target: Model, network: Network) -> stored.Stored | None:
+    """The stored drafter that a configuration's ``init`` names; None where it names none.
+
+    Raises:
+      ValueError: one for another target, or another network than ``network``.
+      OSError: there is none.
+    """
+    if folder is None:
+        return None
+    before = stored.load(folder, target)
+    if before.network.config != network.config:
+        raise ValueError(f"init: expected a drafter with {network.config}, got {before.network.config}")
+    return before
 
 
 #: Parts of a layer that a draft network may lack.

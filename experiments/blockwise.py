@@ -181,8 +181,8 @@ def _small(row: str, workshop: Workshop) -> Subject:
 def measure(config: Blockwise, workshop: Workshop, texts: pipeline.Texts, trained: Trained) -> Results:
     """Measure on the study's test set; what was measured before is read.
 
-    All that drafts for the study's target is timed in turn; a base that was trained with its heads is timed
-    in turn with its own plain decoding.
+    Of all that drafts for the study's target the columns of `TIMED`, block drafter and small model are timed
+    in turn; a base that was trained with its heads is timed in turn with its own plain decoding.
     """
     study, stages, console = _measured(config, workshop.config), workshop.stages, workshop.console
     test, _ = pipeline.encode_test(study, trained.target, texts.test, console)

@@ -46,7 +46,7 @@ class Trained(NamedTuple):
 
     def at_ten_times(self) -> float:
         """tau_0 at ten times the tokens, on the line through the last three points against their logarithm:
-        an upper bound, for curves bend."""
+        an extrapolation and no bound, for curves bend, and the learning rate has come to its end there."""
         tokens, taus = np.array([(point.tokens, point.tau_0) for point in self.curve[-3:]]).T
         if len(tokens) < 2:
             return float(taus[-1])

@@ -132,7 +132,7 @@ def test_a_markov_head_starts_as_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("survival", [0.0, 0.3, 1.1])
+@pytest.mark.parametrize("survival", [0.0, 0.3, 1.0])
 def test_the_confidence_head_stops_before_the_token_it_doubts(survival):
     model, prompt = target(V), [1, 4, 1, 5]
     network = a_block("dspark", markov_rank=4)(model)

@@ -17,15 +17,11 @@ from jspec.text import named_drafter
 V = 11
 
 
-def eagle3(**settings):
+def made(kind, num_tokens=None, **settings):
     """A stored network's drafter."""
-    network = kinds.find("eagle3").network(kinds.configure("eagle3", {}, target(V).lm.config))
-    return drafter(Stored("eagle3", network, Weights(network.init(jax.random.key(0))), None), **settings)
-
-
-def glide(**settings):
-    network = kinds.find("glide").network(kinds.configure("glide", {}, target(V).lm.config))
-    return drafter(Stored("glide", network, Weights(network.init(jax.random.key(0))), 3), **settings)
+    network = kinds.find(kind).network(kinds.configure(kind, {}, target(V).lm.config))
+    weights = Weights(network.init(jax.random.key(0)))
+    return drafter(Stored(kind, network, weights, num_tokens), **settings)
 
 
 RULE = r"proceed: expected confidence\(threshold\), entropy_bound\(threshold\) or None, got "
@@ -41,16 +37,23 @@ ARM = "expected a drafter of jspec.drafters, got "
             lambda: drafters.early_exit(1, 2, proceed=drafters.confidence),
             RULE + "function|" + RULE + "<function",
         ),
-        (lambda: eagle3(proceed=0.4), RULE + "0.4"),
-        (lambda: eagle3(tree=8), "tree: expected a TreeSettings, got 8"),
+        (lambda: made("eagle3", proceed=0.4), RULE + "0.4"),
+        (lambda: made("eagle3", tree=8), "tree: expected a TreeSettings, got 8"),
         (
-            lambda: eagle3(num_token=3),
+            lambda: made("eagle3", num_token=3),
             "num_token: expected one of num_tokens, .* for a drafter of kind 'eagle3'",
         ),
-        (lambda: glide(expansion={"num_nodes": 9}), "expansion: expected an Expansion or None, got "),
+        (
+            lambda: made("glide", 3, expansion={"num_nodes": 9}),
+            "expansion: expected an Expansion or None, got ",
+        ),
         (lambda: drafters.confidence(2), "threshold: expected a number from 0 to 1, got 2"),
         (lambda: drafters.confidence("x"), "threshold: expected a number from 0 to 1, got 'x'"),
         (lambda: drafters.entropy_bound(0.4, scale=-1), "scale: expected a number from 0 to inf, got -1"),
+        (lambda: drafters.suffix(factor=-1), "factor: expected a number >= 0, got -1"),
+        (lambda: drafters.suffix(factor=1, offset="x"), "offset: expected a number or None, got 'x'"),
+        (lambda: drafters.suffix(preset=5), "preset: expected one of .* or a Lookup, got 5"),
+        (lambda: made("dspark", 3, survival=2), "survival: expected a number from 0 to 1, got 2"),
         (lambda: drafters.heuristic("suffix"), "drafter: " + ARM + "'suffix'"),
         (lambda: drafters.router("suffix", drafters.plain()), "first: " + ARM + "'suffix'"),
         (lambda: drafters.router(drafters.suffix(), target(V)), "second: " + ARM + "Tiny"),
@@ -80,12 +83,12 @@ def test_lists_where_tuples_are_meant():
     """They make the same network."""
     c = target(V).lm.config
     sizes = {"width": c.width, "vocab_size": V, "head_dim": 8, "num_heads": 4, "num_kv_heads": 2}
-    made = [drafters.Eagle3Config(taps=taps, mlp_width=16, **sizes) for taps in ((0, 1), [0, 1])]
-    assert made[0] == made[1]
-    assert drafters.eagle_network(made[0]) is drafters.eagle_network(made[1])
+    configs = [drafters.Eagle3Config(taps=taps, mlp_width=16, **sizes) for taps in ((0, 1), [0, 1])]
+    assert configs[0] == configs[1]
+    assert drafters.eagle_network(configs[0]) is drafters.eagle_network(configs[1])
     assert drafters.block_config(c, taps=[1, 2]) == drafters.block_config(c, taps=(1, 2))
     assert drafters.attend_config(c, layers=[1]) == drafters.attend_config(c, layers=(1,))
-    network, weights = drafters.attend_network(drafters.attend_config(c)), glide().params.weights
+    network, weights = drafters.attend_network(drafters.attend_config(c)), made("glide", 3).params.weights
     wide = [
         drafters.attend(network, weights, 2, expansion=drafters.Expansion(bins, 6))
         for bins in ((2, 1), [2, 1])

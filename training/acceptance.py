@@ -124,6 +124,9 @@ def simulate(
       ``validation_loss`` (cross-entropy of the labels), ``greedy_agreement`` (share of positions where both
       have the same first choice: alpha at temperature 0) and ``tau_0`` that follows from it, and for each
       temperature t > 0 ``alpha_t``, the mean of sum_x min(p, q), and ``tau_t``.
+
+    Raises:
+      ValueError: a temperature of 0 or below.
     """
     if any(temperature <= 0 for temperature in temperatures):
         raise ValueError(f"temperatures: expected numbers > 0, got {temperatures}")

@@ -27,6 +27,9 @@ def choose_edges(needed: Int[np.ndarray, "n 2"], count: int, multiple: int = 8) 
     Edges are quantiles of the two lengths, rounded up to multiples of ``multiple``. Among all chains of such
     pairs the one with the fewest slots is found by dynamic programming over its last pair.
 
+    Raises:
+      ValueError: ``count`` below 1.
+
     >>> choose_edges(np.array([[5, 4]] * 90 + [[30, 8]] * 9 + [[100, 60]]), 3)
     [(8, 8), (32, 8), (104, 64)]
     """
@@ -62,7 +65,12 @@ def make_buckets(
     max_tokens: int | None,
     multiple: int,
 ) -> tuple[Bucket, ...]:
-    """The edges, checked, with the rows of a batch of each, a multiple of ``multiple``."""
+    """The edges, checked, with the rows of a batch of each, a multiple of ``multiple``.
+
+    Raises:
+      ValueError: edges that are not nested or do not hold every example; not one of ``batch_size`` and
+        ``max_tokens``, or one that gives no such batch.
+    """
     if len(edges) == 0:
         raise ValueError("buckets: expected at least one, got none")
     if any(a[0] > b[0] or a[1] > b[1] for a, b in itertools.pairwise(edges)):

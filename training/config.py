@@ -139,6 +139,9 @@ def load(path: str | Path, kind: type[Settings]) -> Settings:
 def check(content: Any, kind: type[Settings], name: str) -> Settings:
     """``content`` as a ``kind``, or one line that begins with ``name`` and says what is wrong.
 
+    Raises:
+      ValueError: that line.
+
     >>> check({"steps": 10, "accumulate": 2}, Training, "x.yaml").checkpoint_every
     500
     >>> check({"step": 10}, Training, "x.yaml")

@@ -165,7 +165,11 @@ def permutation(size: int, *seed: int) -> Int[np.ndarray, " size"]:
 
 
 def widths(examples: Sequence[Example], decoder_start: Sequence[int]) -> Int[np.ndarray, "n 2"]:
-    """What an example needs of a batch: columns of ``source`` (0 without encoder) and of ``tokens``."""
+    """What an example needs of a batch: columns of ``source`` (0 without encoder) and of ``tokens``.
+
+    Raises:
+      ValueError: no example, or one without a source or a target.
+    """
     sources = np.fromiter((len(example.source) for example in examples), np.int64, len(examples))
     targets = np.fromiter((len(example.target) for example in examples), np.int64, len(examples))
     if len(examples) == 0 or min(sources.min(), targets.min()) < 1:

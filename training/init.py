@@ -86,7 +86,7 @@ def stored_network(folder: str | None, target: Model, network: Network) -> store
 
 
 #: Parts of a layer that a draft network may lack.
-LEFT_OUT = {"attention_norm", "cross", "cross_norm", "cross_post_norm"}
+LEFT_OUT = {"cross", "cross_norm", "cross_post_norm"}
 
 
 def as_layers(net: PyTree, config: Config, params: Params, layers: Sequence[int]) -> PyTree:
@@ -97,7 +97,8 @@ def as_layers(net: PyTree, config: Config, params: Params, layers: Sequence[int]
     of them and 0 for the others, and so are the halves of an attention that reads pairs of an embedded token
     and a state (EAGLE-3). With L the highest tap and the layer that it begins as, such a network is the
     target's layer L once more; from there it learns to look ahead. What has no counterpart in the target
-    stays as it is; of the target's layers, cross-attention is left out, and EAGLE-1's norm.
+    stays as it is, and cross-attention is left out. EAGLE-1 is refused: its first layer has no norm, and the
+    target's kernels, made for normed inputs, blow its states up.
 
     Raises:
       ValueError: a network without layers or with another number of them, a layer that the target lacks, or

@@ -70,6 +70,9 @@ def attend_network(config: GlideConfig | AssistantConfig) -> Network:
     >>> from jspec.testing import tiny_decoder
     >>> attend_network(attend_config(tiny_decoder(num_layers=2)[0].config)).taps
     (1,)
+
+    Raises:
+      ValueError: another family's config.
     """
     kind, module_of = _kind(config), _module(config)
 

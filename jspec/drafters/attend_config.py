@@ -14,7 +14,11 @@ from jspec.models.decoder import DecoderConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttendConfig(NetConfig, abc.ABC):
-    """What both nets are told besides. `attend_config` fills it in for a target."""
+    """What both nets are told besides. `attend_config` fills it in for a target.
+
+    Raises:
+      ValueError: as for `NetConfig`; no layers, or negative ones.
+    """
 
     layers: tuple[int, ...]  # of the target: whose keys and values each layer of the net looks at
     target_heads: int  # H of the target, and of the queries
@@ -59,7 +63,12 @@ class AttendConfig(NetConfig, abc.ABC):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlideConfig(AttendConfig):
     """GLIDE (arXiv 2402.02082): a small decoder over the target's embeddings, whose layers look at the target
-    between self-attention and perceptron. In the paper, all of them at the target's last layer."""
+    between self-attention and perceptron. In the paper, all of them at the target's last layer.
+
+    Raises:
+      ValueError: as for `AttendConfig`; an odd ``head_dim``, or ``num_kv_heads`` that do not divide the
+        heads.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -91,6 +100,9 @@ class AssistantConfig(AttendConfig):
 
     with h the target's last hidden state before the root at first. All steps stand at the root's position.
     ``head="own"`` reads y, [inner, Vd], as Gemma's small head does; the others read post_projection y.
+
+    Raises:
+      ValueError: as for `AttendConfig`.
     """
 
     inner: int  # width of the layers

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec import sampling
-from jspec.checks import at_least
+from jspec.checks import at_least, between
 from jspec.drafters import nets
 from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.best_first import best_first, num_candidates
@@ -256,15 +256,17 @@ def block(
         the confidence head foresees it: the product of ``c_1 .. c_k``, where c_k depends on x_{k-1} and never
         on x_k.
     Raises:
-      ValueError: numbers < 1; several ``steps`` for drawn drafts; ``survival`` without a confidence head;
-        another family's network, or a head that is not the config's; at the first prompt, a target of another
-        width or vocabulary.
+      ValueError: numbers < 1; ``survival`` outside 0 to 1 or without a confidence head; several ``steps`` for
+        drawn drafts; another family's network, or a head that is not the config's; at the first prompt, a
+        target of another width or vocabulary.
     """
     config = _checked(network, weights, num_tokens=num_tokens, steps=steps)
     if sample and steps > 1:
         raise ValueError(f"steps: expected 1 for drawn drafts (sample=True), got {steps}")
     if survival is not None and not config.confidence:
         raise ValueError("survival: expected None for a network without a confidence head")
+    if survival is not None:
+        between(0, 1, survival=survival)
     threshold = None if survival is None else jnp.float32(survival)
     params = BlockParams(weights, stopping(proceed), threshold)
     return Drafter(params, _chain(network, num_tokens, sample, steps))
@@ -287,6 +289,7 @@ def block_tree(
     above, where there is one); temperature and the other options of the request are not looked at.
 
     Args:
+      network, weights: of `block_network(config)`.
       num_tokens: depth.
       num_nodes: width, root included.
       branching: children of a node that are considered.

@@ -32,7 +32,12 @@ from jspec.types import LanguageModel, PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(NetConfig):
-    """The architecture. The defaults are DFlash's; `block_config` fills it in for a target."""
+    """The architecture. The defaults are DFlash's; `block_config` fills it in for a target.
+
+    Raises:
+      ValueError: as for `NetConfig`; an odd ``head_dim``, ``num_kv_heads`` that do not divide the heads, or
+        taps that do not increase from 0 on.
+    """
 
     taps: tuple[int, ...]  # layers of the target that are read; none: what its head reads
     num_layers: int
@@ -110,7 +115,8 @@ def tap_layers(num_layers: int, count: int) -> tuple[int, ...]:
 def block_config(
     target: Any, kind: Kind = "dflash", *, num_layers: int = 5, num_taps: int = 5, **settings: Any
 ) -> BlockConfig:
-    """The block network of a published kind for a target's config, its layers shaped as the target's.
+    """The block network of a published kind for a target's config. Its layers have the sizes and the
+    rotary base of the target's; norms of queries and keys, biases and epsilon are DFlash's own.
 
     ``settings`` are fields of `BlockConfig`. "dflash": a bidirectional block (a `markov_rank` makes it
     semi-autoregressive); "dspark": the root's row predicts, too, with a Markov head of rank 256 and a

@@ -33,7 +33,11 @@ class EagleConfig(RecurrentConfig):
 class Eagle3Config(RecurrentConfig):
     """EAGLE-3 (arXiv 2503.01840): ``fc [tapped layers] = f``; attention reads ``[norm E(x); norm f]``; the
     residual is f alone; a norm before the head. The first two switches are EAGLE-3.1's, the third is that of
-    checkpoints by vllm-project/speculators."""
+    checkpoints by vllm-project/speculators.
+
+    Raises:
+      ValueError: as for `RecurrentConfig`; taps that do not increase from 0 on, or none.
+    """
 
     taps: tuple[int, ...]  # the target's layers, by their inputs: `eagle3_taps` proposes three
     fc_norm: bool = False  # a norm on each tapped layer before fc
@@ -147,6 +151,9 @@ def eagle_network(config: EagleConfig | Eagle3Config) -> Network:
     >>> import jax
     >>> jax.eval_shape(network.init, jax.random.key(0))["stack"]["layers"][0]["attention"]["query"]
     {'kernel': ShapeDtypeStruct(shape=(16, 8), dtype=float32)}
+
+    Raises:
+      ValueError: another family's config.
     """
     kind, taps = _kind(config)
     return recurrent.network(kind, config, taps)

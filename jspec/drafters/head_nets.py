@@ -34,6 +34,9 @@ class HeadsConfig(NetConfig):
     * ``blockwise`` (Stern, Shazeer, Uszkoreit 2018, arXiv 1811.03115, section 6): one hidden layer for all
       heads, ``h + W_k relu(U h + b) + c_k``, W_k = 0 at first. The paper's p_1, which also stands for the
       target's own head, is left as it is (footnote 1), so its k is K + 1.
+
+    Raises:
+      ValueError: as for `NetConfig`; an unknown kind, or settings that are another kind's.
     """
 
     kind: Literal["medusa", "hydra", "blockwise"]

@@ -177,7 +177,9 @@ def heads(
       sample, proceed: as for `model`.
     Raises:
       ValueError: ``num_tokens`` or a template deeper than K, or both given; a rank beyond the head's columns;
-        weights of other shapes than the config's; a target of another width or vocabulary (when first run).
+        a template that is not in order of depth, or one with ``proceed``; another family's network; what is
+        no stopping rule; weights of other shapes than the config's; a target of another width or vocabulary
+        (when first run).
 
     Reference: Cai et al. 2024, arXiv 2401.10774; Ankner et al. 2024, arXiv 2402.05109; Stern et al. 2018,
     arXiv 1811.03115.

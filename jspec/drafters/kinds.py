@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
 
 def _layer(target: Any) -> dict[str, Any]:
-    """A layer shaped as the target's."""
+    """Sizes, biases, norms of queries and keys, and rotary base of the target's layers."""
     kv_heads = getattr(target, "num_kv_heads", target.num_heads)
     sizes = {"head_dim": target.head_dim, "num_heads": target.num_heads, "num_kv_heads": kv_heads}
     sizes |= {name: getattr(target, name, False) for name in ("qkv_bias", "qk_norm")}

@@ -49,7 +49,11 @@ from jspec.types import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookaheadConfig(NetConfig):
-    """PaSS: ``num_tokens`` look-ahead embeddings. BiTA: also ``num_prompts`` trained vectors before them."""
+    """PaSS: ``num_tokens`` look-ahead embeddings. BiTA: also ``num_prompts`` trained vectors before them.
+
+    Raises:
+      ValueError: as for `NetConfig`; numbers below 1, or of prompts below 0.
+    """
 
     num_tokens: int = 4  # K, the most that are drafted
     num_prompts: int = 0  # rows of a group in front of the look-ahead tokens, at their node's position

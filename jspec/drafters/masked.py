@@ -36,6 +36,11 @@ class MaskedConfig:
     """The architecture, hashable; never a dtype, which is that of the weights.
 
     PARD: a decoder, ``causal``. SpecDec: an encoder-decoder with an encoder of its own, not ``causal``.
+    Training teaches every mask of the anchors it draws: neither PARD's dropping of places (COD) nor SpecDec's
+    glancing at some of a block's tokens is here.
+
+    Raises:
+      ValueError: a size below 1, or another head than the language model's.
     """
 
     vocab_size: int  # V, the target's; that of `lm` may be padded otherwise. Its width may be any

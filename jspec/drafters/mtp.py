@@ -35,7 +35,11 @@ class MtpConfig(RecurrentConfig):
 class MtpHeadsConfig(RecurrentConfig):
     """Meta's independent heads (Gloeckle et al., arXiv 2404.19737, section 2): ``num_layers`` layers side by
     side on the target's trunk, layer k for the k-th token after the root, and one norm behind all of them.
-    The target's own last layer, which gives the root, is the first of their n heads."""
+    The target's own last layer, which gives the root, is the first of their n heads.
+
+    Raises:
+      ValueError: as for `RecurrentConfig`; a negative tap.
+    """
 
     tap: int | None = None  # the trunk's output: the input of this layer; None: what the target's head reads
 
@@ -125,6 +129,9 @@ def mtp_network(config: MtpConfig | MtpHeadsConfig) -> Network:
 
     >>> mtp_network(MtpHeadsConfig(width=8, vocab_size=11, head_dim=4, num_layers=3, tap=1)).taps
     (1,)
+
+    Raises:
+      ValueError: another family's config.
     """
     kind, taps = _kind(config)
     return recurrent.network(kind, config, taps)

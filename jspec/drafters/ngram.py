@@ -101,7 +101,11 @@ def ngram(table: NgramTable | str | Path, num_tokens: int = 3) -> Drafter:
 
 
 def save_ngram(path: str | Path, table: NgramTable) -> None:
-    """Write a table as ``.npz``, one array a field; the vocabulary, if known, as the bytes of a JSON list."""
+    """Write a table as ``.npz``, one array a field; the vocabulary, if known, as the bytes of a JSON list.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     arrays: dict[str, Any] = {name: np.asarray(getattr(table, name)) for name in ARRAYS}
     if table.vocabulary is not None:
         arrays["vocabulary"] = np.frombuffer(json.dumps(table.vocabulary.tokens).encode(), np.uint8)

@@ -22,7 +22,11 @@ from jspec.types import Block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentConfig(NetConfig):
-    """What all recurrent nets are told besides: their layers."""
+    """What all recurrent nets are told besides: their layers.
+
+    Raises:
+      ValueError: as for `NetConfig`; an odd ``head_dim``, or ``num_kv_heads`` that do not divide the heads.
+    """
 
     num_layers: int = 1
     head_dim: int = 64

@@ -15,13 +15,15 @@ they summarise.
 from __future__ import annotations
 
 import functools
+import math
+from numbers import Real
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jspec.checks import at_least
+from jspec.checks import at_least, check
 from jspec.drafters.common import chain, merge_branches, root, take
 from jspec.types import Context, Draft, Drafter, Forward, Keys, LanguageModel, Method, Prompt, Verdict
 
@@ -256,8 +258,8 @@ def suffix(
     Reference: Saxena 2023 (prompt lookup decoding); Yang et al., arXiv 2304.04487; Hu et al., arXiv
     2411.10666; Oliaro et al., arXiv 2411.04975 (votes).
     """
-    if isinstance(preset, str) and preset not in PRESETS:
-        raise ValueError(f"preset: expected one of {', '.join(sorted(PRESETS))} or a Lookup, got {preset!r}")
+    known = preset in PRESETS if isinstance(preset, str) else isinstance(preset, Lookup | None)
+    check(known, "preset", f"one of {', '.join(sorted(PRESETS))} or a Lookup", preset)
     lookup = PRESETS[preset] if isinstance(preset, str) else preset or Lookup()
     given = {
         "num_tokens": num_tokens,
@@ -268,6 +270,8 @@ def suffix(
     }
     lookup = lookup._replace(**{name: value for name, value in given.items() if value is not None})
     at_least(1, **{name: getattr(lookup, name) for name in ("num_tokens", "min_match", "max_match")})
+    check(_finite(lookup.factor) and lookup.factor >= 0, "factor", "a number >= 0", lookup.factor)
+    check(lookup.offset is None or _finite(lookup.offset), "offset", "a number or None", lookup.offset)
     if lookup.min_match > lookup.max_match:
         raise ValueError(
             f"min_match: expected at most max_match = {lookup.max_match}, got {lookup.min_match}"
@@ -289,3 +293,7 @@ def suffix(
     )
     # Thresholds are parameters: drafters that differ in them alone share one compilation.
     return Drafter(params, _suffix(lookup._replace(min_match=1, factor=0.0, offset=None), num_nodes))
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

@@ -65,8 +65,8 @@ RULES = {
 
 
 def default(method: Method) -> Verifier:
-    """The lossless rule that accepts most of what ``method`` drafts: `target_only` for chosen children, else
-    `block` for chains and `tree` for trees.
+    """The lossless rule for how ``method`` drafts: `target_only` for chosen children, else `block` for
+    chains, which accepts most, and `tree` for trees, which is right for every kind of drawn ones.
 
     Example:
         >>> from jspec.types import Method

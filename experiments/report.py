@@ -321,7 +321,7 @@ def chart(path: Path, title: str, lines: list[Line]) -> None:
     axes.set_yticks(rows, [line.name for line in drawn])
     axes.invert_yaxis()
     axes.set_xlabel("speed-up over plain decoding (bars: measured, median and range of the repeats)")
-    axes.set_title(textwrap.fill(title, 90), loc="left", fontsize=10)
+    figure.suptitle(textwrap.fill(title, 90), x=0.02, ha="left", fontsize=10)  # of the figure: names are long
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower right", fontsize=8, ncols=2, frameon=False)
     figure.savefig(path, dpi=150)

@@ -32,7 +32,7 @@ def test_the_project_s_own_studies(name, smoke):
 
 #: Those with results (docs/results) of the settings that they have now.
 RUN = {"demo_smollm2", "specbench12", "specbench40"}
-RUN |= {"drafter_eagle3_smollm2", "shipped_smollm2"}
+RUN |= {"drafters_smollm2", "drafter_eagle3_smollm2", "shipped_smollm2"}
 RUN |= {
     "t5_en_de_cpu",
     "t5_losses_cpu",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from enumeration import Source, Target, Tree, chain, chosen, drawn
 
-from jspec import sampling, verify
+from jspec import sampling, trees, verify
 from jspec.types import Draft, Verifier
 
 EXACT = 1e-6
@@ -242,6 +242,26 @@ def test_number_of_siblings_settled_before_the_first():
     three = dataclasses.replace(drawn(TREES["3"], q), valid=by_sibling)
     assert judge("kseq", three, target).deviation > LOSSY
     assert judge("tree", three, target).error < EXACT
+
+
+@pytest.mark.parametrize("name", ["token", "block", "tree", "with_replacement", "kseq"])
+def test_a_drafter_of_which_nothing_is_allowed(name):
+    """Its law is NaN where the sampler leaves nothing of its vocabulary: the token that stands for the draw
+    is never kept, and what comes before it has the target's law."""
+    rows, p, q = 20_000, np.array([0.42, 0.25, 0.17, 0.16]), np.array([0.1, 0.1, 0.3, 0.5])
+    first = sampling.draw(sampling.row_keys(jnp.arange(rows)), jnp.tile(q, (rows, 1)))
+    tokens = jnp.stack([jnp.zeros_like(first), first, jnp.zeros_like(first)], axis=1)
+    laws = jnp.tile(jnp.stack([jnp.asarray(q), jnp.full(4, jnp.nan)]), (rows, 1, 1))
+    draft = Draft(tokens, trees.chain_parents(rows, 3), jnp.ones((rows, 3), bool), laws)
+    sampler = sampling.sampler(sampling.Settings(jnp.ones(rows)))
+    logits = jnp.tile(jnp.log(p), (rows, 3, 1)).astype(jnp.float32)
+    keys = sampling.row_keys(jnp.arange(rows, 2 * rows))
+    found = LOSSLESS[name].make().rule(sampler, (), logits, draft, 2, keys)
+    emitted, kept = np.asarray(found.tokens), np.asarray(found.num_accepted)
+    assert set(kept.tolist()) == {0, 1}
+    for counts in (np.bincount(emitted[:, 0], minlength=4), np.bincount(emitted[kept == 1, 1], minlength=4)):
+        expected = p * counts.sum()
+        assert ((counts - expected) ** 2 / expected).sum() < 22  # 3 degrees of freedom: by chance 1 in 15,000
 
 
 @pytest.mark.parametrize("name", ["token", "block", "tree"])

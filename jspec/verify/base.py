@@ -39,12 +39,17 @@ def one_hot(token: Int[Array, " B"], vocab_size: int) -> Float[Array, "B V"]:
 
 
 def drawn_from(draft: Draft, node: Int[Array, " B"], vocab_size: int) -> Float[Array, "B V"]:
-    """The law that ``node`` was drawn from; one-hot for a chosen node."""
+    """The law that ``node`` was drawn from; one-hot for a chosen node.
+
+    A law without mass, which a drafter has where the sampler allows nothing of its vocabulary, may be NaN;
+    here it is 0: its token is never kept, and the law of what is emitted in its place is the target's.
+    """
     hot = one_hot(at(draft.tokens, node), vocab_size)
     if draft.laws is None:
         return hot
     law = at(law_index(draft), node)
-    return jnp.where((law < 0)[:, None], hot, at(draft.laws, jnp.maximum(law, 0)))
+    drawn = at(draft.laws, jnp.maximum(law, 0))
+    return jnp.where((law < 0)[:, None], hot, jnp.where(jnp.isnan(drawn), 0, drawn))
 
 
 def law_index(draft: Draft) -> Int[Array, "B N"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers as abstract
 import operator
+from types import UnionType
 
 
 def check(good: bool, name: str, expected: str, value: object) -> None:
@@ -55,7 +56,7 @@ def between(least: float, most: float, /, **numbers: float) -> None:
             raise ValueError(f"{name}: expected a number from {least} to {most}, got {shown(value)}")
 
 
-def instance(kind: type, expected: str, /, **values: object) -> None:
+def instance(kind: type | UnionType, expected: str, /, **values: object) -> None:
     """Refuse what is not of a kind.
 
     Raises:

@@ -219,9 +219,12 @@ def resolve(
     top_k = spread(np.minimum(whole_each("top_k", options.get("top_k", 0), prompts), width), np.int32)
     top_p = number("top_p", 1.0, lambda p: 0 < p <= 1, "a number in (0, 1]")
     min_p = number("min_p", 0.0, lambda p: 0 <= p <= 1, "a number in [0, 1]")
-    repetition = number("repetition_penalty", 1.0, lambda r: 0 < r < math.inf, "a finite number > 0")
-    presence = number("presence_penalty", 0.0, math.isfinite, "a finite number")
-    frequency = number("frequency_penalty", 0.0, math.isfinite, "a finite number")
+    # Beyond float32 they would be infinite or 0, and a law of NaN.
+    least_float, most = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    finite = "a finite number of float32"
+    repetition = number("repetition_penalty", 1.0, lambda r: least_float <= r <= most, f"{finite} > 0")
+    presence = number("presence_penalty", 0.0, lambda x: abs(x) <= most, finite)
+    frequency = number("frequency_penalty", 0.0, lambda x: abs(x) <= most, finite)
     penalized = (repetition != 1).any() or (presence != 0).any() or (frequency != 0).any()
     seeds = one_each("seed", options.get("seed", 0), prompts, _is_seed, "a whole number in 0 .. 2**32 - 1")
     strings, sequences = _stops(options.get("stop", ()), vocab, special_id)

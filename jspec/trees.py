@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jspec.checks import at_least, check
+
 
 class Template(NamedTuple):
     """A static tree: node i is child number ``ranks[i]`` of ``parents[i]``, at depth ``depths[i]``."""
@@ -38,7 +40,14 @@ def template(paths: tuple[tuple[int, ...], ...]) -> Template:
 
     >>> template(((0,), (1,), (0, 0)))
     Template(parents=(-1, 0, 0, 1), ranks=(0, 0, 1, 0), depths=(0, 1, 1, 2))
+
+    Raises:
+      ValueError: a path of no ranks, a rank that is no whole number >= 0, or a node whose parent is missing.
     """
+    for path in paths:
+        check(len(path) > 0, "paths", "those of nodes below the root", path)
+        for rank in path:
+            at_least(0, paths=rank)
     nodes = sorted(set(paths), key=lambda path: (len(path), path))
     index: dict[tuple[int, ...], int] = {(): 0}
     for path in nodes:
@@ -70,6 +79,7 @@ def _grown(accuracies: np.ndarray, num_nodes: int) -> list[tuple[float, tuple[in
 
 
 def _check_size(num_nodes: int, depth: int, branching: int) -> None:
+    at_least(0, num_nodes=num_nodes)
     most = 1 + sum(branching**d for d in range(1, depth + 1))
     if not 1 <= num_nodes <= most:
         raise ValueError(

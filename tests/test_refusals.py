@@ -17,14 +17,15 @@ from jspec.text import named_drafter
 V = 11
 
 
-def made(kind, num_tokens=None, **settings):
+def made(kind, stored_tokens=None, *, network=None, **settings):
     """A stored network's drafter."""
-    network = kinds.find(kind).network(kinds.configure(kind, {}, target(V).lm.config))
+    network = kinds.find(kind).network(kinds.configure(kind, network or {}, target(V).lm.config))
     weights = Weights(network.init(jax.random.key(0)))
-    return drafter(Stored(kind, network, weights, num_tokens), **settings)
+    return drafter(Stored(kind, network, weights, stored_tokens), **settings)
 
 
 RULE = r"proceed: expected confidence\(threshold\), entropy_bound\(threshold\) or None, got "
+WHOLE = "{}: expected a whole number >= {}, got {}"
 ARM = "expected a drafter of jspec.drafters, got "
 
 
@@ -50,6 +51,32 @@ ARM = "expected a drafter of jspec.drafters, got "
         (lambda: drafters.confidence(2), "threshold: expected a number from 0 to 1, got 2"),
         (lambda: drafters.confidence("x"), "threshold: expected a number from 0 to 1, got 'x'"),
         (lambda: drafters.entropy_bound(0.4, scale=-1), "scale: expected a number from 0 to inf, got -1"),
+        (lambda: made("medusa", num_tokens=2.5), WHOLE.format("num_tokens", 1, "2.5")),
+        (lambda: made("pass", num_tokens="2"), WHOLE.format("num_tokens", 1, "'2'")),
+        (lambda: made("medusa", template=[[0]]), r"template: expected a tree of jspec\.trees, got \[\[0\]\]"),
+        (lambda: made("dflash", num_nodes=4.5), WHOLE.format("num_nodes", 1, "4.5")),
+        (lambda: made("eagle", tree=drafters.TreeSettings("4", 2, 5)), WHOLE.format("tree.top_k", 1, "'4'")),
+        (
+            lambda: made("eagle", network={"rope_theta": 0}),
+            "rope_theta: expected a number from 1 to inf, got 0",
+        ),
+        (
+            lambda: made("glide", 3, expansion=drafters.Expansion((1.5,), 6)),
+            WHOLE.format("expansion.bins", 0, "1.5"),
+        ),
+        (
+            lambda: made("glide", 3, expansion=drafters.Expansion(5, 6)),
+            r"expansion\.bins: expected a list of numbers, got 5",
+        ),
+        (lambda: trees.template(((),)), r"paths: expected those of nodes below the root, got \(\)"),
+        (lambda: trees.template((("a",),)), WHOLE.format("paths", 0, "'a'")),
+        (lambda: trees.grow([[0.5, 0.2]] * 2, 4.5), WHOLE.format("num_nodes", 0, "4.5")),
+        (lambda: drafters.heads(None, None), "network: expected a draft network, as .* got None"),
+        (
+            lambda: drafters.eagle(made("eagle").method.propose, {}),
+            "network: expected a draft network, as .* got ",
+        ),
+        (lambda: named_drafter("trained", target(V), folder=5), "folder: expected a folder, got 5"),
         (lambda: drafters.suffix(factor=-1), "factor: expected a number >= 0, got -1"),
         (lambda: drafters.suffix(factor=1, offset="x"), "offset: expected a number or None, got 'x'"),
         (lambda: drafters.suffix(preset=5), "preset: expected one of .* or a Lookup, got 5"),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,6 +111,9 @@ class Expansion(NamedTuple):
         Raises:
           ValueError: a number out of its range.
         """
+        at_least(1, **{"expansion.num_nodes": self.num_nodes})
+        for number in self.bins:
+            at_least(0, **{"expansion.bins": number})
         if not self.bins or min(self.bins) < 0 or not 0 < max(self.bins) < columns:
             raise ValueError(
                 f"expansion.bins: expected numbers in 0 .. {columns - 1}, one of them > 0, got {self.bins}"
@@ -258,12 +261,13 @@ def attend(
 
     Reference: Du et al., arXiv 2402.02082 (GLIDE, CaPE).
     """
-    config = network.config
+    config = nets.given(network, weights)
     _kind(config)
     at_least(1, num_tokens=num_tokens)
     nets.check_weights(config, weights)
     if expansion is not None:
         instance(Expansion, "an Expansion or None", expansion=expansion)
+        instance(Sequence, "a list of numbers", **{"expansion.bins": expansion.bins})
         expansion = expansion._replace(bins=tuple(expansion.bins))
         expansion.check(num_tokens, config.columns)
         if proceed is not None:

@@ -36,6 +36,7 @@ class AttendConfig(NetConfig, abc.ABC):
         if not self.layers or min(self.layers) < 0:
             raise ValueError(f"layers: expected layers of the target, from 0 on, got {self.layers}")
         at_least(0, relative_buckets=self.relative_buckets)
+        self.check_layers(1.0, self.norm_eps)
 
     @property
     @abc.abstractmethod
@@ -78,6 +79,7 @@ class GlideConfig(AttendConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least_one(("num_heads", "num_kv_heads"))
+        self.check_layers(self.rope_theta, self.norm_eps)
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number (rotary positions), got {self.head_dim}")
         if self.num_heads % self.num_kv_heads:

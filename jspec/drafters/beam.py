@@ -31,9 +31,9 @@ class TreeSettings(NamedTuple):
         Raises:
           ValueError: a number out of its range.
         """
-        if not 1 <= self.top_k <= columns:
-            raise ValueError(f"tree.top_k: expected 1 to {columns} (columns of the head), got {self.top_k}")
         at_least(1, **{f"tree.{name}": value for name, value in self._asdict().items()})
+        if self.top_k > columns:
+            raise ValueError(f"tree.top_k: expected 1 to {columns} (columns of the head), got {self.top_k}")
         most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
         if not 2 <= self.num_nodes <= most:
             raise ValueError(

@@ -215,7 +215,7 @@ def _tree(network: Network, num_tokens: int, num_nodes: int, branching: int, bea
 
 def _checked(network: Network, weights: Weights, **numbers: int) -> BlockConfig:
     """The network's config, where it, the weights and the numbers (each at least 1) go together."""
-    config = network.config
+    config = nets.given(network, weights)
     if not isinstance(config, BlockConfig):
         raise ValueError(f"network: expected one of block_network, got one of {type(config).__name__}")
     nets.check_weights(config, weights)
@@ -300,7 +300,7 @@ def block_tree(
         numbers < 1; another family's network, or a head that is not the config's; at the first prompt, a
         target of another width or vocabulary.
     """
-    config = _checked(network, weights, num_tokens=num_tokens, branching=branching)
+    config = _checked(network, weights, num_tokens=num_tokens, branching=branching, num_nodes=num_nodes)
     if beam is None:
         beam = max(min(num_nodes - 1, EXPANDED) if config.markov_rank else num_nodes - 1, 1)
     _checked(network, weights, beam=beam)

@@ -62,6 +62,7 @@ class BlockConfig(NetConfig):
             raise ValueError(
                 f"num_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_heads}"
             )
+        self.check_layers(self.rope_theta, self.norm_eps)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number (rotary positions), got {self.head_dim}")
         if tuple(sorted(set(self.taps))) != self.taps or (self.taps and self.taps[0] < 0):

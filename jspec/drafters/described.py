@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jspec import trees
+from jspec.checks import instance
 from jspec.drafters import files
 from jspec.drafters.attend import Expansion
 from jspec.drafters.autoregressive import confidence, entropy_bound
@@ -58,6 +60,8 @@ def trained(
         raise ValueError(
             f"folder: expected a draft network's, for none comes with jspec for {model.name!r}, got None"
         )
+    if folder is not None:
+        instance(str | os.PathLike, "a folder", folder=folder)
     if "tree" in settings:
         settings["tree"] = called("tree", TreeSettings, settings["tree"])
     if "template" in settings:

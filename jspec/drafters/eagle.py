@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jspec.drafters import recurrent
+from jspec.drafters import nets, recurrent
 from jspec.drafters.autoregressive import Continue
 from jspec.drafters.beam import TreeSettings
 from jspec.drafters.nets import Network, Weights
@@ -187,5 +187,5 @@ def eagle(
 
     Reference: Li et al., arXiv 2401.15077, 2406.16858 (tree) and 2503.01840 (EAGLE-3).
     """
-    kind, _ = _kind(network.config)
+    kind, _ = _kind(nets.given(network, weights))
     return recurrent.drafter(kind, network, weights, num_tokens, sample, proceed, tree)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec import trees
-from jspec.checks import check
+from jspec.checks import at_least, check, instance
 from jspec.drafters import nets
 from jspec.drafters.autoregressive import Continue, draft_chain, stopping
 from jspec.drafters.common import root, top_k
@@ -184,13 +184,15 @@ def heads(
     Reference: Cai et al. 2024, arXiv 2401.10774; Ankner et al. 2024, arXiv 2402.05109; Stern et al. 2018,
     arXiv 1811.03115.
     """
-    config = network.config
+    config = nets.given(network, weights)
     check(isinstance(config, HeadsConfig), "network", "one of `heads_network`", type(config).__name__)
     nets.check_weights(config, weights)
     if template is None:
+        at_least(1, num_tokens=num_tokens)
         most = config.num_heads if num_tokens is None else num_tokens
         check(1 <= most <= config.num_heads, "num_tokens", f"1 to {config.num_heads}", most)
         return Drafter(HeadsParams(weights, stopping(proceed)), _heads(config, most, None, sample))
+    instance(trees.Template, "a tree of jspec.trees", template=template)
     check(num_tokens is None, "num_tokens", "None with a template, which has a depth", num_tokens)
     check(proceed is None, "proceed", "None with a template, whose nodes are fixed", proceed)
     check(

@@ -65,7 +65,8 @@ class LookaheadConfig(NetConfig):
 
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse drafts of no token, or of more than there are embeddings for."""
-        if not 1 <= num_tokens <= self.num_tokens:
+        at_least(1, num_tokens=num_tokens)
+        if num_tokens > self.num_tokens:
             raise ValueError(
                 f"num_tokens: expected 1 to {self.num_tokens} (look-ahead tokens), got {num_tokens}"
             )
@@ -258,7 +259,7 @@ def lookahead_tokens(
 
     Reference: Monea et al., arXiv 2311.13581 (PaSS); Lin et al., arXiv 2401.12522 (BiTA).
     """
-    config = network.config
+    config = nets.given(network, weights)
     if not isinstance(config, LookaheadConfig):
         raise ValueError(f"network: expected one of lookahead_network, got one of {type(config).__name__}")
     nets.check_weights(config, weights)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jspec.checks import at_least
+from jspec.drafters import nets
 from jspec.drafters.autoregressive import Continue, draft_chain, fit_vocabulary, stopping
 from jspec.drafters.common import root, take
 from jspec.drafters.model import read, read_chunk, start
@@ -246,7 +247,7 @@ def masked(
     Raises:
       ValueError: ``num_tokens`` < 1, or more than there are masks for; another family's network.
     """
-    config = network.config
+    config = nets.given(network, weights)
     if not isinstance(config, MaskedConfig):
         raise ValueError(f"network: expected one of masked_network, got one of {type(config).__name__}")
     num_tokens = config.num_tokens if num_tokens is None else num_tokens

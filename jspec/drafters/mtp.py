@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.drafters import recurrent
+from jspec.drafters import nets, recurrent
 from jspec.drafters.autoregressive import Continue
 from jspec.drafters.beam import TreeSettings
 from jspec.drafters.nets import Network, Weights
@@ -167,5 +167,5 @@ def mtp(
     Reference: DeepSeek-AI, arXiv 2412.19437; Cai et al., arXiv 2509.18362 (FastMTP); Gloeckle et al., arXiv
     2404.19737 (independent heads).
     """
-    kind, _ = _kind(network.config)
+    kind, _ = _kind(nets.given(network, weights))
     return recurrent.drafter(kind, network, weights, num_tokens, sample, proceed, tree)

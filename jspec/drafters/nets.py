@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec import sampling
-from jspec.checks import at_least
+from jspec.checks import at_least, between, instance
 from jspec.models import ENDLESS
 from jspec.models.layers import wide_product
 from jspec.models.rotary import Rotary, rotary
@@ -54,6 +54,11 @@ class NetConfig:
             raise ValueError(
                 f"draft_vocab: expected 1 to {self.vocab_size} (vocab_size), got {self.draft_vocab}"
             )
+
+    def check_layers(self, rope_theta: float, norm_eps: float) -> None:
+        """Refuse a base of rotary positions below 1, or a norm's epsilon that is negative."""
+        between(1, float("inf"), rope_theta=rope_theta)
+        between(0, 1, norm_eps=norm_eps)
 
     def at_least_one(self, names: Iterable[str]) -> None:
         """Refuse sizes below 1; one that is None is left open."""
@@ -254,6 +259,17 @@ def rope_of(config: Any) -> dict[str, float]:
 def dtype_of(target: LanguageModel, target_params: PyTree) -> jnp.dtype:
     """What the target computes in: the dtype of its embeddings (norms are float32 in any model)."""
     return jax.eval_shape(target.embed, target_params, jnp.zeros((1, 1), jnp.int32)).dtype
+
+
+def given(network: Network, weights: Weights) -> Any:
+    """The config of what a factory is given.
+
+    Raises:
+      ValueError: no network, or no weights.
+    """
+    instance(Network, "a draft network, as `jspec.drafters.kinds` makes them", network=network)
+    instance(Weights, "a Weights of jspec.drafters.nets", weights=weights)
+    return network.config
 
 
 def check_weights(config: NetConfig, weights: Weights) -> None:

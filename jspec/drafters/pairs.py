@@ -41,6 +41,7 @@ class RecurrentConfig(NetConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least_one(("num_layers", "head_dim", "num_heads", "num_kv_heads", "mlp_width"))
+        self.check_layers(self.rope_theta, self.norm_eps)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number (rotary positions), got {self.head_dim}")
         heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads

@@ -258,7 +258,7 @@ def drafter(
       ValueError: a length out of its range; weights that are not of this network's head; a stopping rule
         for a tree, which reads no law.
     """
-    config = network.config
+    config = nets.given(network, weights)
     if tree is None:
         check_length(config, num_tokens)
     else:

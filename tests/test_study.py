@@ -661,7 +661,7 @@ def test_the_chart_of_speeds(pictures):
     drawn.append(line(name="y", speedup=slow, predicted=0.625, theory=2.5))
     report.chart(Path("speedup.png"), "title", drawn)
     (axis,) = pictures["speedup"].axes
-    assert axis.get_title(loc="left") == "title"
+    assert pictures["speedup"].get_suptitle() == "title"
     assert [label.get_text() for label in axis.get_yticklabels()] == [
         "x",
         "y",

@@ -139,7 +139,8 @@ def _as(own: PyTree, other: PyTree, width: int, path: str = "") -> PyTree:
         raise ValueError(
             f"layers: expected a network whose layers have the parts of the target's, got none with {name}"
         )
-    return own | {name: _as(own[name], other[name], width, f"{path}.{name}".strip(".")) for name in shared}
+    begun = {name: _as(own[name], other[name], width, f"{path}.{name}".strip(".")) for name in sorted(shared)}
+    return own | begun
 
 
 def _is_linear(part: PyTree) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 from networks import NETWORKS, NUM_TOKENS, drafter_of, of, small
 from zoo import DYNAMIC, target
 
-from jspec import drafters, engine, sampling
+from jspec import drafters, engine, models, sampling
 from jspec.drafters import TreeSettings, nets
 from jspec.drafters.beam import dynamic_tree
 from jspec.drafters.eagle import Eagle, Eagle3
@@ -242,8 +240,9 @@ def test_teaching_makes_logits_at_the_anchors_only(name):
         states,
         dict.fromkeys(network.taps, states),
     )
-    teach = functools.partial(network.teach, target=tiny.lm, num_tokens=NUM_TOKENS)
-    program = jax.make_jaxpr(lambda w, p: teach(w, target_params=p, text=text))(weights, tiny.params)
+    program = jax.make_jaxpr(
+        lambda weights, params: network.teach(weights, tiny.lm, params, text, NUM_TOKENS)
+    )(weights, tiny.params)
     columns = network.config.columns
     (out,) = program.out_avals
     assert out.shape == (2, 3, NUM_TOKENS, columns)
@@ -282,7 +281,9 @@ def test_a_network_computes_in_the_dtype_of_its_weights(name):
 
         before, after = jax.eval_shape(twice)
         assert before == after
-        assert {x.dtype for x in jax.tree.leaves(after)} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
+        cached = models.cache_dtype(jnp.bfloat16) or jnp.bfloat16  # wider where 16 bits are written slowly
+        expected = {jnp.dtype(dtype) for dtype in (jnp.bfloat16, cached, jnp.int32)}
+        assert {x.dtype for x in jax.tree.leaves(after)} == expected
 
 
 def test_equal_settings_are_one_method():
